@@ -131,6 +131,8 @@ class Parallelism:
         cp: devices that each sequence is split over (context parallelism).
         ep: devices that experts are divided over, of the dp x cp ones (expert parallelism).
         tp: devices that each layer is split over (tensor parallelism).
+        expert_tp: tp devices that each expert is cut over: tp of them, or 1 where whole experts are divided over
+            them, so over ep x tp devices; None without such experts, or where layers differ.
         sequence_parallel: whether tensors between layers are split along the sequence over the tp devices; False splits
             no sequence inside of layers either; "mixed" splits wherever it makes the layers fastest.
         pp: devices along the pipeline; each position takes tp of them in every copy.
@@ -147,6 +149,7 @@ class Parallelism:
     cp: int = 1
     ep: int = 1
     tp: int = 1
+    expert_tp: int | None = None
     sequence_parallel: bool | str = False
     pp: int = 1
     schedule: PipelineSchedule = PipelineSchedule.NONE
@@ -170,6 +173,8 @@ class Parallelism:
             )
         if self.replicas % self.ep:
             raise ValueError(f"ep is {self.ep}; expected a divisor of dp x cp, {self.replicas}.")
+        if self.expert_tp not in (None, 1, self.tp):
+            raise ValueError(f"expert_tp is {shown(self.expert_tp)}; expected 1 or tp, {self.tp}.")
 
     @property
     def stages(self) -> int:
@@ -210,6 +215,7 @@ class Choices:
         cp: devices that each sequence is split over.
         ep: devices that experts are divided over.
         tp: tensor-parallel degrees.
+        expert_tp: the value of `Parallelism.expert_tp`; None allows every layer what is fastest.
         pp: pipeline depths.
         micro_batch_size: sequences in a microbatch.
         schedule: schedules for pipelines of several stages; a single stage is possible whenever `pp` allows it.
@@ -226,6 +232,7 @@ class Choices:
     cp: tuple[int, ...] | None = None
     ep: tuple[int, ...] | None = None
     tp: tuple[int, ...] | None = None
+    expert_tp: int | None = None
     pp: tuple[int, ...] | None = None
     micro_batch_size: tuple[int, ...] | None = None
     schedule: tuple[PipelineSchedule, ...] = PIPELINE_SCHEDULES
@@ -244,7 +251,7 @@ class Choices:
             for key in ("dp", "cp", "ep", "tp", "pp", "micro_batch_size", "offload")
             if key in strategy
         }
-        changes |= {key: strategy[key] for key in ("sequence_parallel", "stages") if key in strategy}
+        changes |= {key: strategy[key] for key in ("expert_tp", "sequence_parallel", "stages") if key in strategy}
         if "recompute" in strategy:
             modes = strategy["recompute"]
             assert isinstance(modes, tuple)
@@ -373,7 +380,7 @@ def _stages(key: str, value: object) -> tuple[int, ...]:
 
 
 _READERS = {
-    **dict.fromkeys(("dp", "cp", "ep", "tp", "pp", "chunks", "micro_batch_size"), _count),
+    **dict.fromkeys(("dp", "cp", "ep", "tp", "expert_tp", "pp", "chunks", "micro_batch_size"), _count),
     "shard": _shard,
     "zero": _zero,
     "sequence_parallel": _sequence_parallel,
@@ -402,6 +409,7 @@ def _check_agreement(settled: Mapping[str, object]) -> None:
             "devices. Use a larger tp, or leave sequence_parallel out."
         )
     _check_groups(settled)
+    _check_experts(settled)
     stages, modes = settled.get("stages"), settled.get("recompute", ())
     assert stages is None or isinstance(stages, tuple)
     assert isinstance(modes, tuple)
@@ -444,9 +452,29 @@ def _check_groups(settled: Mapping[str, object]) -> None:
         if isinstance(size, int) and replicas % size:
             near = _divisors_around(replicas, size)
             offer = f" The nearest that do: {', '.join(map(str, near))}." if near else ""
+            offer += _whole_experts_offer(settled, replicas) if name == "ep" else ""
             raise QuestionError(
                 f"strategy has {name} {size}, which does not divide dp x cp, {dp} x {replicas // dp}.{offer}"
             )
+
+
+def _check_experts(settled: Mapping[str, object]) -> None:
+    """Raise QuestionError where experts are cut over another number of devices than layers are."""
+    expert_tp, tp = settled.get("expert_tp"), settled.get("tp")
+    if expert_tp is not None and (tp == 1 or not isinstance(tp, int) or expert_tp not in (1, tp)):
+        raise QuestionError(
+            f"strategy has expert_tp {expert_tp} and tp {tp or 'left open'}; expected 1 (whole experts, divided over "
+            "the tp devices) or the same as tp (each expert cut over them), beside a tp above 1."
+        )
+
+
+def _whole_experts_offer(settled: Mapping[str, object], replicas: int) -> str:
+    """How a strategy says that experts are divided over more than dp x cp devices, where that is what it may mean."""
+    ep, tp = settled["ep"], settled.get("tp")
+    assert isinstance(ep, int)
+    if not isinstance(tp, int) or tp == 1 or ep % tp or replicas % (ep // tp):
+        return ""
+    return f" Whole experts divided over {ep} of the dp x cp x tp devices are ep {ep // tp} with expert_tp 1."
 
 
 def _divisors_around(count: int, wanted: int) -> list[int]:

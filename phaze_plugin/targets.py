@@ -60,7 +60,8 @@ class Capabilities:
     ep: `at_degrees` applies all of these. Only the `shard_group_zero_stages` are divided into groups. Where it
     `shards_whole_contexts`, a group has all cp devices of its sequences, and where it `keeps_experts_in_shards`, ep
     divides the group. `experts_need_split_sequences`: models with experts run at tp above 1 only where sequences
-    are split between all layers. `product_dtypes` are the quantized types, such as fp8, that it runs products in,
+    are split between all layers. `cuts_experts`: the devices of the tensor axis cut every expert, and divide none among
+    them. `product_dtypes` are the quantized types, such as fp8, that it runs products in,
     and `compute_dtypes` the types that it computes in; None stands for all. `offloads` is what it can keep on the
     host. `needs_whole_nodes`: it uses all devices of every node (or slice). `needs_several_copies`: it runs no
     single copy, because it has to shard (`at_degrees` says so where ZeRO-0 does not go with an axis).
@@ -96,6 +97,7 @@ class Capabilities:
     shards_whole_contexts: bool = True
     keeps_experts_in_shards: bool = True
     experts_need_split_sequences: bool = False
+    cuts_experts: bool = False
     product_dtypes: frozenset[str] = frozenset()
     compute_dtypes: frozenset[str] | None = None
     needs_whole_nodes: bool = False

@@ -42,6 +42,12 @@ def test_a_degree_below_one_is_refused_by_name(name: str) -> None:
         Parallelism(**{name: 0})
 
 
+def test_experts_are_cut_over_all_tp_devices_or_none() -> None:
+    assert {Parallelism(tp=4, expert_tp=each).expert_tp for each in (None, 1, 4)} == {None, 1, 4}
+    with pytest.raises(ValueError, match="expert_tp is 2; expected 1 or tp, 4"):
+        Parallelism(tp=4, expert_tp=2)
+
+
 def test_a_zero_stage_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match=r"zero is 4; expected one of \(0, 1, 2, 3\)"):
         Parallelism(zero=4)
@@ -99,6 +105,9 @@ def test_a_strategy_is_read_back_from_its_document(strategy: Parallelism) -> Non
         ({"cp": 0}, "cp 0; expected a whole number of at least 1"),
         ({"ep": 2.0}, "ep 2.0; expected a whole number of at least 1"),
         ({"dp": 2, "cp": 3, "ep": 4}, "ep 4, which does not divide dp x cp, 2 x 3. The nearest that do: 3, 6"),
+        ({"dp": 4, "tp": 2, "ep": 8}, "over 8 of the dp x cp x tp devices are ep 4 with expert_tp 1"),
+        ({"tp": 4, "expert_tp": 2}, "expert_tp 2 and tp 4; expected 1 .* or the same as tp"),
+        ({"expert_tp": 1}, "expert_tp 1 and tp left open"),
         ({"shard": 1}, "shard 1; expected a whole number of at least 2 that divides dp x cp, or 'all'"),
         ({"shard": "some"}, "shard 'some'; expected a whole number"),
         ({"shard": 8, "zero": 0}, "shard 8 and zero 0, which shards nothing"),

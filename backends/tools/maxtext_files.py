@@ -105,6 +105,8 @@ class MaxTextTarget(ToolTarget):
             allows_context_parallel=True,
             allows_expert_parallel=True,
             allows_shard_groups=True,
+            # Its rules put the inner dimension of experts on the tensor axis (wi_kernel_axes of layers/moe.py).
+            cuts_experts=True,
             can_cut_stages=True,
         )
 
@@ -166,6 +168,7 @@ class MaxTextTarget(ToolTarget):
             "cp": cp,
             "ep": sizes["expert"],
             "tp": tp,
+            "expert_tp": tp if tp > 1 and sizes["expert"] > 1 else None,
             "sequence_parallel": sizes["tensor_sequence"] > 1 if tp > 1 else None,
             "micro_batch_size": micro,
             "pp": pp,

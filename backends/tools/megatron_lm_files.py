@@ -37,6 +37,7 @@ from phaze.strategy_files import StrategyFile
 from phaze.targets import Capabilities
 
 if TYPE_CHECKING:
+    from phaze.parallelism import Parallelism
     from phaze.plan.plan import Plan
     from phaze.targets import Capabilities
 
@@ -86,6 +87,7 @@ KEYS = (
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
     "sequence_parallel",
     "micro_batch_size",
     "global_batch_size",
@@ -117,7 +119,7 @@ KEYS = (
 
 PASSED_OVER = (
     *("distributed_backend", "DDP_impl", "overlap_*", "*_comm_overlap*", "decoder_*pipeline*", "*_pipeline_num_layers"),
-    *("expert_tensor_parallel_size", "pipeline_dtype", "rampup_batch_size", "eval_*batch_size", "defer_embedding_*"),
+    *("pipeline_dtype", "rampup_batch_size", "eval_*batch_size", "defer_embedding_*"),
     *("sharp_enabled_group", "use_tp_pp_dp_mapping", "distribute_saved_activations", "dist_ckpt*", "fsdp_*"),
     *("*_in_pipeline_split", "account_for_*", "cp_comm_type", "hierarchical_context_parallel_sizes", "num_gpus_*"),
 )
@@ -133,7 +135,7 @@ def megatron_settings(plan: Plan) -> dict[str, object]:
         "tensor_model_parallel_size": strategy.tp,
         "pipeline_model_parallel_size": strategy.pp,
         "context_parallel_size": strategy.cp,
-        "expert_model_parallel_size": strategy.ep,
+        **_experts(strategy),
         "micro_batch_size": strategy.micro_batch_size,
         "global_batch_size": plan.question.global_batch_size,
         "seq_length": plan.model.tokens_per_sample,
@@ -147,6 +149,31 @@ def megatron_settings(plan: Plan) -> dict[str, object]:
     if strategy.pp > 1:
         settings["pipeline_model_parallel_layout"] = _layout(plan)
     return {**settings, **_RECOMPUTE[strongest_recompute(plan)]}
+
+
+def _experts(strategy: Parallelism) -> dict[str, object]:
+    """The settings for experts: Megatron counts the tp devices where whole experts are divided over them, too."""
+    if strategy.expert_tp is None:
+        if strategy.tp > 1 and strategy.ep > 1:
+            raise PlanError(
+                "Megatron cuts the experts of all layers over its tensor-parallel devices, or of none; the plan's "
+                f"differ. Plan with expert_tp 1 or {strategy.tp}."
+            )
+        return {"expert_model_parallel_size": strategy.ep}
+    return {
+        "expert_model_parallel_size": strategy.ep * strategy.tp // strategy.expert_tp,
+        "expert_tensor_parallel_size": strategy.expert_tp,
+    }
+
+
+def _read_experts(settings: Settings, tp: int, ep: int) -> dict[str, object]:
+    """How experts are divided, in Megatron's default cut as layers are; nothing where the tp devices hold copies."""
+    if tp == 1:
+        return {"ep": ep}
+    expert_tp = whole(settings.get("expert_tensor_parallel_size", tp))
+    if expert_tp == 1:
+        return {"ep": ep // tp, "expert_tp": 1} if ep % tp == 0 else {}
+    return {"ep": ep, "expert_tp": tp if ep > 1 and expert_tp == tp else None}
 
 
 def _sharding(plan: Plan) -> dict[str, object]:
@@ -204,7 +231,7 @@ def megatron_strategy(settings: Settings, devices: int) -> dict[str, object]:
         "shard": shard_of(groups, dp // groups, cp or 1) if zero else None,
         "zero": zero,
         "cp": cp,
-        "ep": ep,
+        **(_read_experts(settings, tp, ep) if tp and ep else {"ep": ep}),
         "tp": tp,
         "sequence_parallel": _is_set(settings.get("sequence_parallel")) if tp != 1 else None,
         "micro_batch_size": whole(settings.get("micro_batch_size", 1)),

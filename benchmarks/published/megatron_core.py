@@ -119,6 +119,7 @@ def _row(dataset: str, name: str, values: Mapping[str, str], model: Any, layers:
         "stages": _stages(layers, pp * chunks),
         **schedule_of(pp, chunks),
         **({"sequence_parallel": True} if tp > 1 else {}),
+        **_whole_experts(tp, dp * cp, ep),
     }
     return Row(
         dataset=dataset,
@@ -131,6 +132,11 @@ def _row(dataset: str, name: str, values: Mapping[str, str], model: Any, layers:
         recipe=f"{precision}-adam-bf16-gradients",
         **{"stack": MEGATRON_CORE, "split": precision, "group": (str(model), chip, devices, batch, length), **facts},
     )
+
+
+def _whole_experts(tp: int, replicas: int, ep: int) -> dict[str, Any]:
+    """Experts over more devices than copies are whole on each: Megatron's expert_tensor_parallel_size is 1 there."""
+    return {"ep": ep // tp, "expert_tp": 1} if replicas % ep and ep % tp == 0 else {}
 
 
 def _config(values: Mapping[str, str]) -> dict[str, Any]:

@@ -76,6 +76,7 @@ A strategy is a list of KEY=VALUE with commas between; what is left out is chose
                       zb-v and dualpipe-v, V shapes with both ends on one device, where you name them
   cp                  devices that each sequence is split over
   ep                  devices that experts are divided over; a divisor of dp x cp
+  expert_tp           tp devices that each expert is cut over: tp, or 1 for whole experts on ep x tp devices
   zero, shard         ZeRO 0 to 3 (optimizer state, gradients, parameters), over how many of dp x cp
   micro_batch_size    sequences of a copy that run at once
   recompute           what backward computes again: none, selective, budget-75, -50, -25 (what pays) or full,

@@ -141,6 +141,8 @@ def axes_not_run(chosen: Parallelism, capabilities: Capabilities) -> list[str]:
         reasons.append(f"context parallelism (cp {chosen.cp})")
     if chosen.ep > 1 and not capabilities.allows_expert_parallel:
         reasons.append(f"expert parallelism (ep {chosen.ep})")
+    if chosen.expert_tp == 1 and capabilities.cuts_experts:
+        reasons.append(f"whole experts divided over {chosen.tp} tp devices (expert_tp 1)")
     if chosen.offload not in capabilities.offloads:
         reasons.append(f"memory of the host (offload {chosen.offload})")
     size, replicas = chosen.shard_devices, chosen.replicas

@@ -41,7 +41,7 @@ from phaze.planner.candidate_slicings import least_time_s, least_value, step_flo
 from phaze.planner.strategy_search import Answer, Candidate
 from phaze.planner.time_and_energy import LayerKinds, layer_kinds, step_energy
 from phaze.profile.local_graphs import key_exchanges
-from phaze.profile.model_profiles import ModelProfiles, sequence_parallel_of
+from phaze.profile.model_profiles import ModelProfiles, expert_tp_of, sequence_parallel_of
 from phaze.question import Question, content_hash
 from phaze.shard import Layout, ShardedModel
 from phaze.tolerances import EQUAL_RESULTS
@@ -276,6 +276,7 @@ def complete_strategy(
     return replace(
         parallelism,
         micro_batch_size=slices.micro_batch_size,
+        expert_tp=expert_tp_of(slices.sharded, parallelism.tp),
         sequence_parallel=sequence_parallel_of(slices.sharded),
         recompute=tuple(recompute),
     )

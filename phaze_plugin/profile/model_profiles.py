@@ -41,13 +41,15 @@ from phaze.shard import (
     shard_variants,
     unsharded,
 )
-from phaze.shard.expert_slicing import expert_counts
+from phaze.shard.expert_slicing import expert_counts, expert_dims
+from phaze.shard.mesh_axes import nearest_divisors
 from phaze.solvers import AUTOMATIC_SOLVERS
 from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = [
     "ModelProfiles",
     "dominates",
+    "expert_tp_of",
     "fastest_slicing",
     "layer_keys",
     "layer_variants",
@@ -152,8 +154,9 @@ def slicings(
     axis = Axis(question.cluster, tp, question.calibration, cp, ep)
     if tp == 1:
         return (_whole_model(graph, axis),)
+    _check_experts(question, tp, ep)
     asked = question.choices.sequence_parallel
-    models = shard_variants(graph, axis, _shard_options(question), _sequence_kinds(question, graph, tp), tables)
+    models = shard_variants(graph, axis, _shard_options(question, tp), _sequence_kinds(question, graph, tp), tables)
     fastest = models.pop(SequenceParallel.FREE, None)
     least_s = min((model.seconds for model in models.values()), default=math.inf)
     if fastest is not None and fastest.seconds < least_s * (1 - EQUAL_RESULTS):
@@ -195,6 +198,21 @@ def _check_axes(question: Question, tp: int, cp: int, ep: int) -> None:
         raise ShardError(f"target {question.target} does not run {told}.")
 
 
+def _check_experts(question: Question, tp: int, ep: int) -> None:
+    """Raise ShardError where a strategy says how tp devices share experts that cannot be shared so."""
+    expert_tp, counts = question.choices.expert_tp, expert_counts(question.graph)
+    if expert_tp is None:
+        return
+    if not counts:
+        raise ShardError(f"model {question.graph.name!r} has no experts; leave expert_tp out.")
+    for name, count in counts.items():
+        if expert_tp == 1 and count % (ep * tp):
+            raise ShardError(
+                f"expert_tp 1 divides whole experts over ep x tp devices, {ep} x {tp}, which do not divide the {count} "
+                f"experts of op {name!r}; {nearest_divisors(count, ep * tp)}, or use expert_tp {tp}."
+            )
+
+
 def _must_split_sequences(question: Question) -> bool:
     """Whether the target runs this model at tp above 1 only with sequences split between layers."""
     return question.capabilities.experts_need_split_sequences and bool(expert_counts(question.graph))
@@ -207,12 +225,14 @@ def _whole_sequences_text(question: Question, tp: int) -> str:
     )
 
 
-def _shard_options(question: Question) -> ShardOptions:
+def _shard_options(question: Question, tp: int) -> ShardOptions:
     """What the sharding program may do for a question, whatever becomes of sequences."""
     return ShardOptions(
         constraints=question.constraints,
         may_stride_parameters=question.capabilities.allows_strided_parameters,
         may_cut_parameters_twice=question.capabilities.allows_parameters_cut_twice,
+        expert_dims=expert_dims(question.graph),
+        expert_tp=tp if question.capabilities.cuts_experts else question.choices.expert_tp,
         solver=question.solver or AUTOMATIC_SOLVERS,
     )
 
@@ -220,6 +240,11 @@ def _shard_options(question: Question) -> ShardOptions:
 def fastest_slicing(question: Question, graph: Graph, tp: int) -> ShardedModel:
     """Among the slicings of a microbatch size and tp, the one whose layers take least time one after the other."""
     return min(slicings(question, graph, tp), key=lambda model: model.seconds)
+
+
+def expert_tp_of(model: ShardedModel, tp: int) -> int | None:
+    """The `expert_tp` of a strategy of so many tp devices that selects a slicing."""
+    return model.expert_tp if tp == model.axis.tp else None
 
 
 def sequence_parallel_of(model: ShardedModel) -> bool | str:
@@ -253,7 +278,7 @@ def slice_model(
         return _whole_model(graph, axis)
     if sequence_parallel is True:
         _check_sequences(question, graph, tp)
-    options = replace(_shard_options(question), sequence_parallel=_SEQUENCE_KINDS[sequence_parallel])
+    options = replace(_shard_options(question, tp), sequence_parallel=_SEQUENCE_KINDS[sequence_parallel])
     return shard_model(graph, axis, options)
 
 

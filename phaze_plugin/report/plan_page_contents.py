@@ -78,8 +78,9 @@ def strategy_sentence(plan: Plan) -> str:
         parts.append(f"every layer split over {strategy.tp} devices{along}")
     if strategy.cp > 1:
         parts.append(f"every sequence split over {strategy.cp} devices")
-    if strategy.ep > 1:
-        parts.append(f"experts divided over {strategy.ep} devices")
+    if strategy.ep > 1 or strategy.expert_tp == 1:
+        owners = strategy.ep * (strategy.tp if strategy.expert_tp == 1 else 1)
+        parts.append(f"experts divided over {owners} devices")
     if strategy.replicas > 1 and strategy.zero:
         over = "the copies" if strategy.shard_groups == 1 else f"groups of {plural(strategy.shard_devices, 'device')}"
         parts.append(f"{_ZERO_WORDS[strategy.zero]} sharded over {over} (ZeRO-{strategy.zero})")

@@ -163,10 +163,11 @@ def _title(plan: Plan) -> str:
 
 
 def degrees_text(strategy: Parallelism) -> str:
-    """The degrees that multiply to the devices, and over how many of these experts are divided."""
+    """The degrees that multiply to the devices, and over how many of these experts are divided and cut."""
     named = [("dp", strategy.dp), ("cp", strategy.cp), ("tp", strategy.tp), ("pp", strategy.pp)]
     degrees = " x ".join(f"{name} {degree}" for name, degree in named if name != "cp" or degree > 1)
-    return f"{degrees}, ep {strategy.ep}" if strategy.ep > 1 else degrees
+    degrees += f", ep {strategy.ep}" if strategy.ep > 1 else ""
+    return degrees if strategy.expert_tp is None else f"{degrees}, expert tp {strategy.expert_tp}"
 
 
 def zero_text(strategy: Parallelism) -> str:

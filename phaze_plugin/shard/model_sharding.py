@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from phaze.cost import Calibration, PriceTables, op_work
 from phaze.cost.operator_work import read_bytes
@@ -51,6 +51,7 @@ from phaze.shard.sharding_problem import (
     ShardingProblem,
     check_heads,
     compute_seconds,
+    divides_experts,
     has_equal_splits,
     sequence_splits,
     splits_of_layer,
@@ -66,13 +67,18 @@ seconds; models tie one or two, but a penalty on all weights ties them all."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardOptions:
-    """What the search may do: sequence parallelism, layout constraints, what the target can run, and who solves it."""
+    """What the search may do: sequence parallelism, layout constraints, what the target can run, and who solves it.
+
+    `expert_dims` and `expert_tp` are those of `ShardingProblem`.
+    """
 
     sequence_parallel: SequenceParallel = SequenceParallel.FREE
     constraints: tuple[LayoutConstraint, ...] = ()
     may_stride_parameters: bool = True
     may_cut_parameters_twice: bool = True
     may_split_norms: bool = False
+    expert_dims: Mapping[str, int] = field(default_factory=dict)
+    expert_tp: int | None = None
     solver: SolverChain = AUTOMATIC_SOLVERS
 
 
@@ -81,6 +87,7 @@ class ShardedModel:
     """The sharding of every layer (equal layers share one answer) and of every parameter.
 
     `sequence_parallel` is what was asked for; `is_sequence_split` says of each layer whether what leaves it is split.
+    `expert_tp` says over how many of the devices each expert is cut; None where there are none, or where layers differ.
     """
 
     graph: Graph
@@ -89,6 +96,7 @@ class ShardedModel:
     parameters: Mapping[str, Layout]
     is_sequence_split: tuple[bool, ...]
     sequence_parallel: SequenceParallel = SequenceParallel.OFF
+    expert_tp: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -168,7 +176,19 @@ def _shard(
         parameters=parameters,
         is_sequence_split=tuple(combination.leaves_split for combination in chosen),
         sequence_parallel=options.sequence_parallel,
+        expert_tp=_expert_tp(graph, parameters, options.expert_dims, axis.tp),
     )
+
+
+def _expert_tp(graph: Graph, parameters: Mapping[str, Layout], expert_dims: Mapping[str, int], tp: int) -> int | None:
+    """Over how many devices each expert is cut, where that is the same in all layers and no device has more of them."""
+    divided = {
+        divides_experts(layout, dim, tp) if not graph.tensors[name].shape[dim] % tp else None
+        for name, dim in expert_dims.items()
+        if not (layout := parameters[name]).is_whole  # a bias behind the sum over an expert's parts
+    }
+    kind = divided.pop() if len(divided) == 1 else None
+    return None if kind is None else 1 if kind else tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +258,7 @@ class ShardingTables:
                 options.may_stride_parameters,
                 options.may_cut_parameters_twice,
                 options.may_split_norms,
+                options.expert_tp,
             ),
         )
         ep = axis.ep if any(op.kind is OpKind.COLLECTIVE for op in problem.ops) else 1
@@ -337,6 +358,8 @@ def _answers(
         may_stride_parameters=options.may_stride_parameters,
         may_cut_parameters_twice=options.may_cut_parameters_twice,
         may_split_norms=options.may_split_norms,
+        expert_dims=options.expert_dims,
+        expert_tp=options.expert_tp,
         solver=options.solver,
     )
     # Heads that do not divide are an error under every combination, so that they are named and not passed over below.

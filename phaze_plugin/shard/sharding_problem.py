@@ -35,6 +35,7 @@ __all__ = [
     "check_heads",
     "chooses_its_split",
     "compute_seconds",
+    "divides_experts",
     "has_equal_splits",
     "leaving_tensors",
     "seconds_of_splits",
@@ -49,7 +50,8 @@ class ShardingProblem:
     """A layer to shard: the axis, the layouts at its boundaries, what is asked of layouts, and who solves it.
 
     `layouts` gives the layout of every tensor that enters or leaves (gradients included) and of parameters that are
-    settled elsewhere (tied ones); what it lacks enters and leaves whole.
+    settled elsewhere (tied ones); what it lacks enters and leaves whole. `expert_dims` gives the dimension that counts
+    experts of each of their parameters, and `expert_tp` over how many devices each expert must be cut; None allows all.
     """
 
     graph: Graph
@@ -61,6 +63,8 @@ class ShardingProblem:
     may_stride_parameters: bool = True
     may_cut_parameters_twice: bool = True
     may_split_norms: bool = False
+    expert_dims: Mapping[str, int] = field(default_factory=dict)
+    expert_tp: int | None = None
     solver: SolverChain = AUTOMATIC_SOLVERS
 
     @property
@@ -165,9 +169,30 @@ def _is_admitted(problem: ShardingProblem, op: Op, split: OpSplit) -> bool:
                 return False
             if not admits(problem.constraints, name, layout) or problem.layouts.get(name, layout) != layout:
                 return False
+            if not _shares_experts_as_asked(problem, name, layout):
+                return False
     return all(
         admits(problem.constraints, name, layout) for name, layout in zip(op.outputs, split.results, strict=True)
     )
+
+
+def _shares_experts_as_asked(problem: ShardingProblem, name: str, layout: Layout) -> bool:
+    """Whether a layout is one that a strategy asks for, if it is of experts; biases may be whole beside cuts."""
+    if problem.expert_tp is None or name not in problem.expert_dims:
+        return True
+    divides = divides_experts(layout, problem.expert_dims[name], problem.axis.tp)
+    return divides is (problem.expert_tp == 1) or (layout.is_whole and problem.expert_tp != 1)
+
+
+def divides_experts(layout: Layout, dim: int, tp: int) -> bool | None:
+    """Whether tp devices divide whole experts among them (True), or cut every one (False); None for neither.
+
+    `dim` is the dimension of a parameter that counts experts.
+    """
+    if layout.ways != tp:
+        return None
+    along = {split.dim == dim for split in layout.splits}
+    return along.pop() if len(along) == 1 else None
 
 
 def _no_split(problem: ShardingProblem, op: Op, *, had_candidates: bool) -> ShardError:

@@ -300,6 +300,21 @@ def _integrity_findings(plan: Plan) -> Iterator[Finding]:
         yield Finding("it does not contradict itself", "a plan", str(error), False)
 
 
+def _shared_experts(plan: Plan, graph: Graph) -> set[str]:
+    """What a plan's layouts do to the weights of experts that its graph sends tokens to: "divided", "cut", or both."""
+    rows: dict[str, int] = {}  # tensors of experts' rows, which count experts along their first dimension
+    shared: set[str] = set()
+    for op in graph.ops_of(Phase.FORWARD):
+        counts = {rows[name] for name in op.inputs if name in rows}
+        counts |= {graph.tensors[op.outputs[0]].shape[0]} if op.function == "dispatch" else set()
+        kept = {name: count for name in op.outputs for count in counts if graph.tensors[name].shape[:1] == (count,)}
+        rows |= kept
+        for name in op.inputs if kept else ():
+            splits = plan.layouts.parameters.get(name, ())
+            shared |= {"divided" if split.dim == 0 else "cut" for split in splits}
+    return shared
+
+
 def _belonging_findings(plan: Plan, model: object, inputs: object, plugins: PluginManager) -> Iterator[Finding]:
     differing = differences(plan, model, inputs, None, plugins)
     is_same = not differing
@@ -327,6 +342,10 @@ def _plain_findings(plan: Plan, answer: Answer) -> Iterator[Finding]:
         yield Finding(
             "the bound is not above the plan with its layers' bounds", f"{plan.bound_s}", f"{least_s}", is_below
         )
+    shared = _shared_experts(plan, answer.question.graph)
+    if parallelism.expert_tp is not None and shared:
+        said = "divided" if parallelism.expert_tp == 1 else "cut"
+        yield Finding("how tp devices share experts", said, " and ".join(sorted(shared)), shared == {said})
     for what, claimed, most in budget_checks(plan, answer):
         yield Finding(f"{what} within a budget", f"{claimed}", f"{most}", claimed <= most * (1 + EQUAL_CLAIMS))
     yield from _memory_findings(plan, stages, schedule, micro_batches, problem.usable_bytes)

@@ -187,6 +187,17 @@ def test_combinations_that_a_tool_does_not_run_are_refused(
         TOOLS[name].export(plan, None)
 
 
+@pytest.mark.parametrize(("expert_tp", "sizes"), [(1, (4, 1)), (2, (2, 2))])
+def test_megatron_counts_the_tp_devices_that_divide_whole_experts(expert_tp: int, sizes: tuple[int, int]) -> None:
+    strategy = {"dp": 4, "ep": 2, "tp": 2, "expert_tp": expert_tp, "zero": 1, "sequence_parallel": True}
+    plan = plan_of(Parallelism(**strategy, recompute=("full",)))  # type: ignore[arg-type]
+    text = TOOLS["megatron-lm"].export(plan, None)["megatron_lm.sh"]
+    assert f"--expert-model-parallel-size {sizes[0]}\n" in text
+    assert f"--expert-tensor-parallel-size {sizes[1]}\n" in text
+    read = TOOLS["megatron-lm"].read("run.sh", None, text, 8, None).strategy
+    assert {name: read[name] for name in ("ep", "tp", "expert_tp")} == {"ep": 2, "tp": 2, "expert_tp": expert_tp}
+
+
 def test_a_readme_says_the_command_and_what_was_left_out() -> None:
     strategy = Parallelism(dp=2, tp=2, pp=2, zero=1, schedule=PipelineSchedule.ONE_F_ONE_B, recompute=("full", "none"))
     text = TOOLS["megatron-lm"].export(plan_of(strategy, stages=(3, 3), slices=2), None)["README.md"]

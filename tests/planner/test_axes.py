@@ -65,6 +65,7 @@ def test_parameters_gathered_within_a_node_spare_the_slow_links_between_nodes() 
         ("llama", {"dp": 4, "cp": 2, "tp": 1, "pp": 2, "zero": 3, "shard": 4}),
         ("mixtral", {"dp": 8, "ep": 4, "tp": 2, "pp": 1, "zero": 1, "shard": 4}),
         ("mixtral", {"dp": 4, "cp": 2, "ep": 2, "tp": 1, "pp": 2, "zero": 3, "shard": 8}),
+        ("mixtral", {"dp": 8, "ep": 2, "tp": 2, "expert_tp": 1, "pp": 1, "zero": 1, "shard": 4}),
     ],
 )
 def test_a_strategy_of_all_axes_is_priced_and_verified(name: str, strategy: dict[str, Any]) -> None:
@@ -75,6 +76,25 @@ def test_a_strategy_of_all_axes_is_priced_and_verified(name: str, strategy: dict
     assert told == {**strategy, "shard": "all" if strategy["shard"] == plan.strategy.replicas else strategy["shard"]}
     assert len({rank for stage in plan.stages for rank in stage.devices}) == 16
     assert_verified(plan, graph)
+
+
+def test_experts_that_tp_devices_divide_or_cut_are_priced_apart_and_the_faster_is_found() -> None:
+    graph, degrees = model("mixtral"), {"dp": 4, "ep": 2, "tp": 2, "pp": 1, "zero": 1, "micro_batch_size": 1}
+    divided, cut, free = (
+        phaze.evaluate(graph, cluster=cluster(8), strategy={**degrees, **named}, compares=False, **QUESTION).plan
+        for named in ({"expert_tp": 1}, {"expert_tp": 2}, {})
+    )
+    for plan, expert_tp, dim in ((divided, 1, 0), (cut, 2, 1)):
+        (split,) = plan.layouts.parameters["model.layers.0.mlp.experts.gate_up_proj"]
+        assert (plan.strategy.expert_tp, split.dim, split.ways) == (expert_tp, dim, 2)
+        assert f"ep 2, expert tp {expert_tp}" in " ".join(str(plan).split())
+    assert free.step_time_s == min(divided.step_time_s, cut.step_time_s)
+    assert free.strategy.expert_tp == (1 if divided.step_time_s < cut.step_time_s else 2)
+    held = [plan.stages[0].memory_bytes["parameters"] for plan in (divided, cut)]
+    assert held[0] == held[1]
+    forged = replace(cut, strategy=replace(cut.strategy, expert_tp=1))
+    broken = {finding.what for finding in check_plan(forged, graph) if not finding.holds}
+    assert "how tp devices share experts" in broken
 
 
 def test_short_sequences_are_split_where_the_best_plan_recomputes_otherwise() -> None:
@@ -125,6 +145,8 @@ def test_a_sequence_is_split_where_a_batch_has_fewer_sequences_than_there_are_de
     [
         ("llama", {"cp": 3}, "cp=3 does not divide the 256 positions.*nearest that do are 2 and 4"),
         ("llama", {"ep": 2}, "has no experts that ep=2 could divide"),
+        ("llama", {"tp": 2, "expert_tp": 1}, "has no experts; leave expert_tp out"),
+        ("mixtral", {"tp": 4, "ep": 2, "expert_tp": 1}, "2 x 4, which do not divide the 4 experts.*or use expert_tp 4"),
         ("mixtral", {"ep": 3}, "ep=3 does not divide the 4 experts.*nearest that do are 2 and 4"),
         ("llama", {"dp": 12, "shard": 8}, "shard 8, which does not divide dp x cp, 12 x 1"),
     ],

@@ -20,6 +20,8 @@ from phaze.ir.layers import single_layer
 from phaze.shard import Axis, ShardingProblem, shard_layer, unsharded
 from phaze.shard.context_slicing import KeyExchange, key_attentions
 from phaze.shard.device_graph import device_graph
+from phaze.shard.expert_slicing import expert_dims
+from phaze.shard.sharding_problem import divides_experts
 
 CLUSTER = parse_cluster("a100-80gb:64")
 
@@ -58,7 +60,14 @@ def spread_experts(graph: Graph) -> float:
 
 
 def assert_equal_to_whole(
-    family: str, *, cp: int = 1, ep: int = 1, tp: int = 1, way: KeyExchange | None = None, ranks: int | None = None
+    family: str,
+    *,
+    cp: int = 1,
+    ep: int = 1,
+    tp: int = 1,
+    expert_tp: int | None = None,
+    way: KeyExchange | None = None,
+    ranks: int | None = None,
 ) -> None:
     """Run one layer of all on the grid, and the whole model at the batch of all copies; compare loss and gradients."""
     ranks = ranks or max(cp, ep)
@@ -69,8 +78,12 @@ def assert_equal_to_whole(
     exchanges = {op.id: way for op in key_attentions(small)} if way is not None else None
     local = device_graph(small, cp=cp, ep=ep, exchanges=exchanges, expert_imbalance=imbalance)
     reference = device_graph(whole, expert_imbalance=imbalance)
-    problem = ShardingProblem(graph=local, layer=single_layer(local), axis=Axis(CLUSTER, tp, cp=cp, ep=ep))
+    dims = expert_dims(small)
+    axis = Axis(CLUSTER, tp, cp=cp, ep=ep)
+    problem = ShardingProblem(graph=local, layer=single_layer(local), axis=axis, expert_dims=dims, expert_tp=expert_tp)
     sharded = unsharded(problem) if tp == 1 else shard_layer(problem)
+    if expert_tp is not None:
+        assert {divides_experts(sharded.parameters[name], dim, tp) for name, dim in dims.items()} == {expert_tp == 1}
     values = argument_values(reference)
     expected = evaluate_graph(reference, values)
     made = DeviceGrid(whole, sharded, ranks).run(values)
@@ -125,6 +138,31 @@ def test_experts_beside_contexts_and_tensor_parallelism_compute_the_same(
     family: str, cp: int, ep: int, tp: int
 ) -> None:
     assert_equal_to_whole(family, cp=cp, ep=ep, tp=tp)
+
+
+@pytest.mark.parametrize(
+    ("cp", "ep", "tp", "expert_tp"),
+    [
+        (1, 1, 2, 2),
+        *(
+            pytest.param(*degrees, marks=pytest.mark.exhaustive)
+            for degrees in [
+                (1, 2, 2, 1),
+                (1, 2, 2, 2),
+                (2, 2, 2, 1),
+                (2, 2, 2, 2),
+                (1, 1, 4, 1),
+                (1, 1, 4, 4),
+                (2, 1, 2, 1),
+            ]
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.exhaustive)])
+def test_experts_that_tensor_parallel_devices_divide_or_cut_compute_the_same(
+    family: str, cp: int, ep: int, tp: int, expert_tp: int
+) -> None:
+    assert_equal_to_whole(family, cp=cp, ep=ep, tp=tp, expert_tp=expert_tp)
 
 
 @pytest.mark.parametrize("way", KeyExchange)

@@ -130,6 +130,7 @@ def cases_for(draw: st.DrawFn, tool: ToolTarget) -> Case:
         cp=cp,
         ep=experts,
         tp=tp,
+        expert_tp=draw(st.sampled_from([tp] if runs.cuts_experts else [1, tp])) if tp > 1 < experts else None,
         sequence_parallel=tp > 1 and runs.allows_sequence_parallel and (needs_split or draw(st.booleans())),
         pp=pp,
         schedule=schedule,
