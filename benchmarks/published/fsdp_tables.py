@@ -61,10 +61,13 @@ def read_torchtitan(path: Path) -> Iterator[Row]:
     for number, values in lines_of(path):
         name = f"line {number}: {values['model']} {values['gpus']} {values['precision']} compile {values['compile']}"
         name += "".join(f", {key} {values[key]}" for key in ("tp", "cp") if values[key] not in ("", "1"))
-        if "async" in values["extra"].lower():
-            yield unscored("torchtitan", name, "asynchronous tensor parallelism is not priced")
-        else:
-            yield built_row("torchtitan", name, _titan_row, name, values)
+        name += ", asynchronous tp" if _is_asynchronous(values) else ""
+        yield built_row("torchtitan", name, _titan_row, name, values)
+
+
+def _is_asynchronous(values: Mapping[str, str]) -> bool:
+    """Whether collectives of tensor parallelism ran in pieces beside products (torch's asynchronous one)."""
+    return "async" in values["extra"].lower()
 
 
 def _titan_chip(text: str, devices: int) -> Cluster:
@@ -110,11 +113,11 @@ def _titan_row(name: str, values: Mapping[str, str]) -> Row:
         global_batch_size=batch,
         strategy=strategy,
         recipe=products or FSDP,
-        stack={"fusion": _titan_fusion(values)},
+        stack={"fusion": _titan_fusion(values), **({"pipelines_products": True} if _is_asynchronous(values) else {})},
         seconds=None if rate is None else batch * length / (rate * devices),
         memory_bytes=None if memory is None else memory * GIB,
         is_out_of_memory=values["out_of_memory"] == "yes",
-        group=(model, devices, batch, length, values["hw"], values["compile"]),
+        group=(model, devices, batch, length, values["hw"], values["compile"], _is_asynchronous(values)),
     )
 
 
