@@ -24,7 +24,7 @@ from phaze.cost import (
     settled_attention,
 )
 from phaze.cost.calibration import why_ideal
-from phaze.errors import PlanError, QuestionError, UnknownNameError, shown
+from phaze.errors import PlanError, QuestionError, shown
 from phaze.hardware import (
     OPTIMIZERS,
     PRECISIONS,
@@ -35,6 +35,7 @@ from phaze.hardware import (
     recipe_of,
 )
 from phaze.hardware.hardware_files import cluster_to_json
+from phaze.hardware.precision import known_optimizer, known_precision
 from phaze.ir import Graph
 from phaze.ir.graph_json import graph_content_json
 from phaze.limits import check_limit
@@ -422,9 +423,8 @@ def _recipe(precision: str | PrecisionRecipe, optimizer: str) -> PrecisionRecipe
         raise QuestionError(f"optimizer is {shown(optimizer)}; expected one of {', '.join(OPTIMIZERS)}.")
     if not isinstance(precision, str):
         raise QuestionError(f"precision is {shown(precision)}; expected text such as 'bf16' or a PrecisionRecipe.")
-    if optimizer not in OPTIMIZERS:
-        raise UnknownNameError("optimizer", optimizer, OPTIMIZERS)
-    return recipe_of(precision, optimizer) if precision in PRECISIONS else precision_recipe(precision)
+    update = known_optimizer(optimizer)
+    return recipe_of(precision, update) if known_precision(precision) in PRECISIONS else precision_recipe(precision)
 
 
 def _check_target(target: ChosenTarget, recipe: PrecisionRecipe, cluster: Cluster) -> None:

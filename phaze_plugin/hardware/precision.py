@@ -26,6 +26,7 @@ from types import MappingProxyType
 from phaze.errors import HardwareError, UnknownNameError, near_names, shown
 from phaze.hardware.hardware_numbers import non_negative, positive
 from phaze.ir import DType, Graph, Op, OpKind
+from phaze.name_spelling import spelled_alike
 
 __all__ = [
     "OPTIMIZERS",
@@ -257,6 +258,23 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
 )
 """Moments are float32 unless said otherwise."""
 
+_OTHER_PRECISIONS = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "float8": "fp8",
+}
+_OTHER_OPTIMIZERS = {
+    "adamw8bit": "adam8bit",
+    "8bit-adam": "adam8bit",
+    "8bit-adamw": "adam8bit",
+    "paged-adamw-8bit": "adam8bit",
+    "sgd-momentum": "momentum-sgd",
+}
+"""Names that frameworks and tools have for what is known here by another."""
+
 _SAME_RECIPE = {"adamw": "adam"}
 """Optimizers that weigh and cost the same share a recipe."""
 _LOW_GRADIENTS = "-bf16-gradients"
@@ -265,12 +283,11 @@ _LOW_GRADIENTS = "-bf16-gradients"
 def recipe_of(precision: str, optimizer: str, *, low_gradients: bool = False) -> PrecisionRecipe:
     """The recipe of a precision and an optimizer, gradients accumulated and reduced in bf16 where ``low_gradients``.
 
-    A name that nobody knows is an `UnknownNameError` with near ones.
+    Other spellings of a name are understood; one that nobody knows is an `UnknownNameError` with near ones.
     """
+    precision, optimizer = known_precision(precision), known_optimizer(optimizer)
     if precision not in PRECISIONS:
         raise UnknownNameError("precision", precision, PRECISIONS)
-    if optimizer not in OPTIMIZERS:
-        raise UnknownNameError("optimizer", optimizer, OPTIMIZERS)
     types, update = PRECISIONS[precision], OPTIMIZERS[optimizer]
     trains = optimizer != "none"
     name = f"{precision}-{_SAME_RECIPE.get(optimizer, optimizer)}{_LOW_GRADIENTS if low_gradients else ''}"
@@ -290,6 +307,19 @@ def recipe_of(precision: str, optimizer: str, *, low_gradients: bool = False) ->
     )
 
 
+def known_precision(name: str) -> str:
+    """The precision that a name such as ``bfloat16`` or ``FP8`` means; one that nobody knows as it is."""
+    return spelled_alike(name, PRECISIONS, _OTHER_PRECISIONS) or name
+
+
+def known_optimizer(name: str) -> str:
+    """The optimizer that a name such as ``AdamW`` or ``adamw_8bit`` means; `UnknownNameError` where there is none."""
+    meant = spelled_alike(name, OPTIMIZERS, _OTHER_OPTIMIZERS)
+    if meant is None:
+        raise UnknownNameError("optimizer", name, OPTIMIZERS)
+    return meant
+
+
 def precision_recipe_names() -> tuple[str, ...]:
     """Names that `precision_recipe` knows."""
     pairs = [f"{precision}-{name}" for precision in PRECISIONS for name in OPTIMIZERS if name not in _SAME_RECIPE]
@@ -301,9 +331,10 @@ def precision_recipe(name: str = "bf16-adam") -> PrecisionRecipe:
 
     An `UnknownNameError` offers near names where there is none.
     """
-    if name in PRECISIONS:
+    if known_precision(name) in PRECISIONS:
         return recipe_of(name, "adam")
     known = precision_recipe_names()
+    name = spelled_alike(name, known) or name
     if name not in known:
         advice = f"Recipes are such a name, a dash and one of {', '.join(OPTIMIZERS)}; {known[0]} is one."
         raise UnknownNameError("precision", name, PRECISIONS, advice, near=near_names(str(name), (*PRECISIONS, *known)))

@@ -46,6 +46,7 @@ from phaze.errors import QuestionError, near_names, shown
 from phaze.ir.graph import Graph, Role
 from phaze.ir.layers import Layer
 from phaze.ir.op import Op, OpKind, Phase
+from phaze.name_spelling import spelled_alike
 
 __all__ = [
     "BUDGET",
@@ -345,6 +346,9 @@ _OTHER_NAMES: dict[str, RecomputeMode] = {
     "core_attn": RecomputeMode.SELECTIVE,  # Megatron-LM's --recompute-modules
 }
 
+_NEAREST = {"dots_saveable": "dots+context", "checkpoint_dots": "dots+context"}
+"""Policies that no mode is, and the mode that is next to each: these keep the scores of attention as well."""
+
 OFFLOADING_POLICIES: dict[str, RecomputeMode] = {
     "minimal_offloaded": RecomputeMode.DOTS,  # MaxText
     "qkv_proj_offloaded": RecomputeMode.QKV,  # MaxText
@@ -367,12 +371,13 @@ def recompute_mode(name: object) -> RecomputeMode:
             f"strategy has recompute {name!r}; say which part of the bytes may be kept: {', '.join(BUDGET_MODES)}."
         )
     known = {mode.value: mode for mode in RecomputeMode} | MAXTEXT_POLICIES | _OTHER_NAMES
-    if not isinstance(name, str) or name not in known:
-        near = near_names(str(name), known)
+    meant = spelled_alike(name, known) if isinstance(name, str) else None
+    if meant is None:
+        near = [_NEAREST[name]] if isinstance(name, str) and name in _NEAREST else near_names(str(name), known)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         modes = ", ".join(RecomputeMode)
         raise QuestionError(
             f"strategy has recompute {shown(name)}; expected one of {modes}, or a policy of MaxText, JAX, torchtitan "
             f"or Megatron-LM by its name.{hint}"
         )
-    return known[name]
+    return known[meant]

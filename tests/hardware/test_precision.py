@@ -103,6 +103,19 @@ def test_a_product_in_fp8_runs_at_the_chips_rate_of_it(chip: str, times: float) 
     assert chips.rate("fp8")[0] == times * chips.rate("bf16")[0]
 
 
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "recipe"),
+    [
+        ("BF16", "AdamW", "bf16-adam"),
+        ("bfloat16", "Momentum SGD", "bf16-momentum-sgd"),
+        ("float16", "adamw_8bit", "fp16-adam8bit"),
+        ("fp8_delayed", "Lion", "fp8-delayed-lion"),
+    ],
+)
+def test_precisions_and_optimizers_are_known_by_other_spellings(precision: str, optimizer: str, recipe: str) -> None:
+    assert recipe_of(precision, optimizer) == precision_recipe(recipe)
+
+
 def test_an_unknown_precision_or_optimizer_lists_near_names() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown precision 'mxfp9'.*Did you mean mxfp8"):
         recipe_of("mxfp9", "adamw")

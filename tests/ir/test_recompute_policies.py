@@ -91,6 +91,8 @@ def test_devices_that_share_a_product_keep_its_sum_and_not_its_parts() -> None:
         ("selective-op", "products"),
         ("core_attn", "selective"),
         ("minimal_flash", "dots+context"),
+        ("Full", "full"),
+        ("save-qkv-proj", "qkv"),
     ],
 )
 def test_names_of_other_tools_mean_modes(name: str, mode: str) -> None:
@@ -102,3 +104,5 @@ def test_offloaded_and_unknown_policies_are_refused_by_name() -> None:
         recompute_mode("minimal_offloaded")
     with pytest.raises(QuestionError, match=r"recompute 'save_qkv'; expected .* Did you mean 'save_qkv_proj'"):
         recompute_mode("save_qkv")
+    with pytest.raises(QuestionError, match=r"recompute 'dots_saveable'; expected .* Did you mean 'dots\+context'"):
+        recompute_mode("dots_saveable")
