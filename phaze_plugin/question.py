@@ -51,7 +51,7 @@ from phaze.offered_choices import (
 )
 from phaze.parallelism import Choices, PipelineSchedule, read_strategy
 from phaze.shard import LayoutConstraint
-from phaze.shard.expert_slicing import expert_counts
+from phaze.shard.expert_slicing import expert_counts, expert_dims
 from phaze.shard.layout import check_constraints
 from phaze.solvers import SolverChain, choose_solver
 from phaze.targets import Capabilities, ChosenTarget
@@ -156,6 +156,7 @@ class Question:
         calibration: how far the chip stays behind its ideal.
         attention: how attention runs, which the graph shows already.
         expert_imbalance: how many times its equal share of tokens each expert is priced with.
+        expert_dims: the dimension that counts experts of each of their parameters in the graph.
         prices: prices of ops that plugins bring.
         objective: what is made small.
         most_devices: how many devices a plan might have used, where `cluster` is as many of them as it uses.
@@ -175,6 +176,7 @@ class Question:
     calibration: Calibration
     attention: AttentionMode
     expert_imbalance: float = 1.0
+    expert_dims: Mapping[str, int] = field(default_factory=dict)
     strategy: Mapping[str, object] = field(default_factory=dict)
     fixed: Mapping[str, object] = field(default_factory=dict)
     constraints: tuple[LayoutConstraint, ...] = ()
@@ -342,6 +344,7 @@ def ask(
         calibration=calibration,
         attention=attention,
         expert_imbalance=imbalance,
+        expert_dims=expert_dims(graph),
         prices=plugin_prices(plugins),
         objective=_objective(options, cluster),
         gap=float(options.get("gap", 0.01)),

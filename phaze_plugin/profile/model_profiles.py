@@ -41,7 +41,7 @@ from phaze.shard import (
     shard_variants,
     unsharded,
 )
-from phaze.shard.expert_slicing import expert_counts, expert_dims
+from phaze.shard.expert_slicing import expert_counts
 from phaze.shard.mesh_axes import nearest_divisors
 from phaze.solvers import AUTOMATIC_SOLVERS
 from phaze.tolerances import EQUAL_RESULTS
@@ -231,7 +231,7 @@ def _shard_options(question: Question, tp: int) -> ShardOptions:
         constraints=question.constraints,
         may_stride_parameters=question.capabilities.allows_strided_parameters,
         may_cut_parameters_twice=question.capabilities.allows_parameters_cut_twice,
-        expert_dims=expert_dims(question.graph),
+        expert_dims=question.expert_dims,
         expert_tp=tp if question.capabilities.cuts_experts else question.choices.expert_tp,
         solver=question.solver or AUTOMATIC_SOLVERS,
     )

@@ -41,6 +41,8 @@ def expert_counts(graph: Graph) -> dict[str, int]:
 
 def expert_dims(graph: Graph) -> dict[str, int]:
     """The parameters that are divided over the devices of experts, each with its dimension that counts experts."""
+    if not expert_counts(graph):
+        return {}
     regions = _Regions(graph.ops_of(Phase.FORWARD), graph.tensors)
     return {
         name: dim
