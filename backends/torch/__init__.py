@@ -59,7 +59,7 @@ class TorchTarget:
         """FSDP2 keeps shards beside gathered parameters: under ZeRO 1 and 2 these are the master copy, or too much.
 
         Zero-bubble schedules give wrong gradients with FSDP2 and are left out. torch's 1F1B refuses fewer microbatches
-        than stages. Sequences of contexts gather keys, or exchange heads; no ring is run.
+        than stages.
         """
         return Capabilities(
             schedules=frozenset({PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED}),
@@ -69,7 +69,7 @@ class TorchTarget:
             allows_shard_groups=True,
             allows_context_parallel=True,
             allows_expert_parallel=True,
-            key_exchanges=frozenset({"all_gather", "all_to_all"}),
+            key_exchanges=frozenset({"all_gather", "ring", "all_to_all"}),
             shards_whole_contexts=False,
             keeps_experts_in_shards=False,
             allows_uneven_stages=True,

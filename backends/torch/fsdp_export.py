@@ -29,6 +29,7 @@ _EXPORTED_MODULES = (
     "split_tensor",
     "split_rules",
     "split_products",
+    "ring_attention",
 )
 _TRAIN_STEP = "fsdp_train_step.txt"
 _AXES = ("replicate", "shard", "tp")

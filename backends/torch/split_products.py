@@ -8,16 +8,17 @@ Products, embeddings and cross entropy. A sum over devices is taken where its pa
 
 Attention runs over heads in tensor parallelism and over positions in context parallelism. Operands are [batch, heads,
 positions, width]. Where heads are split, every device computes its own. Where positions are split, each device has some
-queries, and keys and values meet them in one of two ways (`KEY_EXCHANGE`): keys and values are gathered, or queries,
-keys and values are exchanged so that each device has some heads of all positions. Causal attention computes for each
-stretch of a device's positions only the keys up to its end.
+queries, and keys and values meet them in one of three ways (`KEY_EXCHANGE`): they are gathered; they go around the
+devices in a ring (`ring_attention`); or queries, keys and values are exchanged so that each device has some heads of
+all positions. Keys that cannot go around or be exchanged (with a mask of each head, for one) are gathered. Causal
+attention computes for each stretch of a device's positions only the keys up to its end.
 
 This file needs torch alone: target 'fsdp' exports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
+from phaze.backends.torch import ring_attention
 from phaze.backends.torch.split_collectives import Axis, chunk_sizes, exchanged
 from phaze.backends.torch.split_tensor import (
     NoRule,
@@ -39,7 +41,7 @@ from phaze.backends.torch.split_tensor import (
     to_whole,
 )
 
-__all__ = ["ALL_TO_ALL", "KEY_EXCHANGE", "note_key_exchanges", "sum_over_devices"]
+__all__ = ["ALL_TO_ALL", "KEY_EXCHANGE", "RING", "note_key_exchanges", "sum_over_devices"]
 
 
 def sum_over_devices(partial: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -126,14 +128,14 @@ def matmul(func: TorchFunction, left: torch.Tensor, right: torch.Tensor) -> torc
 def baddbmm(
     func: TorchFunction,
     added: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
+    batch1: torch.Tensor,
+    batch2: torch.Tensor,
     *,
     beta: float = 1,
     alpha: float = 1,
 ) -> torch.Tensor:
     """A scaled product, and a scaled sum."""
-    product = torch.matmul(left, right) * alpha
+    product = torch.matmul(batch1, batch2) * alpha
     return product if beta == 0 else product + added * beta  # beta=0 ignores even NaN in `added`, as torch does
 
 
@@ -238,9 +240,9 @@ def _cross_entropy_of_rows(
     return total / counted
 
 
-ALL_TO_ALL = "all_to_all"
+ALL_TO_ALL, RING = "all_to_all", "ring"
 KEY_EXCHANGE: ContextVar[str] = ContextVar("key_exchange", default="all_gather")
-"""How keys meet the queries of all contexts in the module that runs: "all_gather" or "all_to_all"."""
+"""How keys meet the queries of all contexts in the module that runs: "all_gather", "ring" or "all_to_all"."""
 
 _HEADS, _POSITIONS = -3, -2
 """Dimensions of the operands, counted from the right."""
@@ -279,8 +281,11 @@ def attention(
         return _over_heads(func, operands, attn_mask, leader, {**kwargs, "is_causal": is_causal})
     if not is_split(query) or query.split_dim - len(query.shape) != _POSITIONS:
         raise NoRule
-    if KEY_EXCHANGE.get() == ALL_TO_ALL and _can_exchange(operands, attn_mask):
+    parts = _parts_of_device(operands)
+    if KEY_EXCHANGE.get() == ALL_TO_ALL and parts and _can_exchange(parts, query.axis, attn_mask):
         return _by_exchange(func, operands, attn_mask, {**kwargs, "is_causal": is_causal})
+    if KEY_EXCHANGE.get() == RING and parts and _can_go_around(operands, parts, attn_mask, is_causal, kwargs):
+        return _by_ring(query, parts, is_causal, kwargs.get("scale"))
     return _by_gather(func, operands, attn_mask, is_causal, kwargs)
 
 
@@ -351,21 +356,30 @@ def _causal(
     return results[0] if len(results) == 1 else torch.cat(results, _POSITIONS)
 
 
-def _can_exchange(operands: tuple[torch.Tensor, ...], attn_mask: torch.Tensor | None) -> bool:
-    """Whether contexts divide the heads that a device holds of every operand, and no other axis splits but heads."""
-    if attn_mask is not None and len(attn_mask.shape) >= 3 and attn_mask.shape[_HEADS] != 1:
-        return False
+def _parts_of_device(operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What this device holds of queries, keys and values that are split over positions; empty where it is otherwise.
+
+    Another axis splits nothing of them, or the heads of all three evenly.
+    """
+    parts, over_heads = [], set()
     for operand in operands:
         if not is_split(operand) or operand.split_dim - len(operand.shape) != _POSITIONS or operand.outer != 1:
-            return False
+            return []
         local = operand.local
+        over_heads.add(isinstance(local, SplitTensor))
         if isinstance(local, SplitTensor):
             if (local.split_dim - len(local.shape), local.outer) != (_HEADS, 1) or not local.is_even:
-                return False
+                return []
             local = local.local
-        if local.shape[_HEADS] % operand.axis.size:
-            return False
-    return True
+        parts.append(local)
+    return parts if len(over_heads) == 1 else []
+
+
+def _can_exchange(parts: Sequence[torch.Tensor], axis: Axis, attn_mask: torch.Tensor | None) -> bool:
+    """Whether contexts divide the heads that a device holds of every operand."""
+    if attn_mask is not None and len(attn_mask.shape) >= 3 and attn_mask.shape[_HEADS] != 1:
+        return False
+    return not any(part.shape[_HEADS] % axis.size for part in parts)
 
 
 def _by_exchange(
@@ -374,21 +388,48 @@ def _by_exchange(
     """Every device computes some heads with all positions of queries, keys and values."""
     query = operands[0]
     assert is_split(query)
-    axis, rank = query.axis, len(query.shape)
-    exchange = partial(_exchange_heads, axis=axis, rank=rank)
+    axis = query.axis
+    exchange = partial(_exchange_heads, axis=axis, rank=len(query.shape))
     inside = [exchange(operand.local) for operand in operands if is_split(operand)]
     whole_mask = None if attn_mask is None else copied(to_whole(attn_mask), axis)
     if isinstance(whole_mask, SplitTensor):
         raise NoRule
     result = exchange(func(*inside, whole_mask, **kwargs), is_back=True)
-    local = query.local
-    shape = (*query.shape[:-1], operands[2].shape[-1])
+    return _with_result(query, result)
+
+
+def _with_result(query: SplitTensor, result: torch.Tensor) -> SplitTensor:
+    """What this device has of the results, split as the queries are."""
+    local, width = query.local, result.shape[-1]
     if isinstance(local, SplitTensor):
-        result = local.with_part(result, (*local.shape[:-1], shape[-1]))
-    return query.with_part(result, shape)
+        result = local.with_part(result, (*local.shape[:-1], width))
+    return query.with_part(result, (*query.shape[:-1], width))
 
 
 def _exchange_heads(local: torch.Tensor, axis: Axis, rank: int, *, is_back: bool = False) -> torch.Tensor:
     """Some heads of all positions for all heads of some positions, of what this device holds."""
     plain = local.local if isinstance(local, SplitTensor) else local
     return exchanged(plain, axis, gathered=rank + _POSITIONS, divided=rank + _HEADS, is_back=is_back)
+
+
+def _can_go_around(
+    operands: Sequence[torch.Tensor],
+    parts: Sequence[torch.Tensor],
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    kwargs: Mapping[str, Any],
+) -> bool:
+    """Whether `ring_attention` computes it: no mask, no dropout, and equal positions where it is causal."""
+    if attn_mask is not None or kwargs.get("dropout_p") or not ring_attention.can_run(*parts):
+        return False
+    query, key, _ = operands
+    if query.shape[_HEADS] != key.shape[_HEADS] and not kwargs.get("enable_gqa"):
+        return False
+    return not is_causal or query.shape[_POSITIONS] == key.shape[_POSITIONS]
+
+
+def _by_ring(query: SplitTensor, parts: Sequence[torch.Tensor], is_causal: bool, scale: float | None) -> torch.Tensor:
+    """Keys and values go around the devices, each of which computes its own queries block by block."""
+    queries, keys, values = parts
+    result = ring_attention.ring_attention(queries, keys, values, query.axis, is_causal=is_causal, scale=scale)
+    return _with_result(query, result)

@@ -18,10 +18,11 @@ This file needs torch alone: target 'fsdp' exports it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -190,9 +191,10 @@ class SplitTensor(torch.Tensor):
         if is_split(kwargs.get("out")) or (name == "__setitem__" and is_split(args[0])):
             raise _in_place_error(name)
         rule = RULES.get(name)
-        if rule is not None:
+        named = {_NUMPY_NAMES.get(key, key): value for key, value in kwargs.items()}
+        if rule is not None and _takes(rule, named):
             try:
-                return rule(func, *args, **{_NUMPY_NAMES.get(key, key): value for key, value in kwargs.items()})
+                return rule(func, *args, **named)
             except NoRule:
                 pass  # the function runs on whole tensors, below
         is_in_place = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
@@ -249,6 +251,19 @@ def rules_see(kind: type[SplitTensor]) -> Iterator[None]:
         yield
     finally:
         _SEEN_KIND.reset(token)
+
+
+def _takes(rule: Rule, named: Mapping[str, object]) -> bool:
+    """Whether a rule knows all arguments that are given by name."""
+    return not named or (known := _names_of_arguments(rule)) is None or named.keys() <= known
+
+
+@cache
+def _names_of_arguments(rule: Rule) -> frozenset[str] | None:
+    """The names of a rule's arguments; None where it takes any."""
+    parameters = inspect.signature(rule).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return None if takes_any else frozenset(parameters)
 
 
 def _is_made_by_autograd(value: object) -> bool:

@@ -143,17 +143,24 @@ def mark_sequences(graph: Graph) -> Graph:
 
 
 def token_lengths(graph: Graph) -> dict[str, int]:
-    """The positions of each token input that all ops work on, by its name; some may drop the first or the last."""
+    """The positions of each token input that all ops work on, by its name; some may drop the first or the last.
+
+    What only moves tokens, such as ids that are shifted by one for a decoder, says nothing of what the model works on.
+    """
     tokens = {tensor.id: tensor for tensor in graph.tensors.values() if _may_be_tokens(tensor)}
-    lengths: dict[str, int] = {}
+    learned = {tensor.id for tensor in graph.parameters}
+    lengths: dict[str, set[int]] = {}
+    worked_on: set[int] = set()
     for op in graph.ops_of(Phase.FORWARD):
+        if not learned.isdisjoint(op.inputs):
+            learned.update(op.outputs)
+            worked_on.update(factor.size for factor in op.rule.factors if factor.is_sequence)
         for name, dims in zip(op.inputs, op.rule.operands, strict=True):
             is_token = name in tokens and len(dims) > 1
             along = [factor for factor in dims[1].factors if op.rule.factor(factor).is_sequence] if is_token else []
             if along:
-                length = math.prod(op.rule.size(factor) for factor in along)
-                lengths[name] = min(length, lengths.get(name, length))
-    return lengths
+                lengths.setdefault(name, set()).add(math.prod(op.rule.size(factor) for factor in along))
+    return {name: min(read & worked_on) if read & worked_on else max(read) for name, read in lengths.items()}
 
 
 def _may_be_tokens(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from phaze.backends.torch import split_rules
 from phaze.backends.torch.process_groups import Contexts
+from phaze.backends.torch.ring_attention import _block as block_of_ring
 from phaze.backends.torch.split_collectives import Axis, _in_order_of_devices, _in_own_order, local_part
 from phaze.backends.torch.split_collectives import _is_made_of_parameters as is_made_of_parameters
 from phaze.backends.torch.split_tensor import ContextTensor, SplitTensor
@@ -41,6 +42,28 @@ def test_balanced_devices_have_equally_much_of_causal_attention(size: int, part:
         for index in range(size)
     }
     assert len(work) == 1
+
+
+@given(size=st.integers(1, 5), part=st.integers(1, 3), is_balanced=st.booleans())
+def test_a_ring_meets_every_earlier_key_once_with_equal_work_in_every_step(
+    size: int, part: int, is_balanced: bool
+) -> None:
+    axes = [axis_of(size, index, is_balanced=is_balanced) for index in range(size)]
+    held = [local_part(torch.arange(2 * size * part), axis, 0, 1) for axis in axes]
+    met = torch.zeros(2 * size * part, 2 * size * part, dtype=torch.int)
+    for step in range(size):
+        work = set()
+        for index, axis in enumerate(axes):
+            owner = (index - step) % size
+            block = block_of_ring(axis, owner, 2 * part, is_causal=True)
+            if block is not None:
+                rows, columns = held[index][block.rows], held[owner][block.columns]
+                met[rows.unsqueeze(1), columns] += torch.ones(len(rows), len(columns), dtype=torch.int).tril(
+                    0 if block.is_causal else len(columns)
+                )
+                work.add((len(rows) * len(columns), block.is_causal))
+        assert len(work) <= 1
+    assert torch.equal(met, torch.ones_like(met).tril())
 
 
 def test_integer_tensors_of_batch_and_positions_enter_as_parts() -> None:

@@ -29,6 +29,7 @@ DEFAULT: dict[int, dict[str, Strategy]] = {
         "llama pp2 bf16": {"pp": 2},
         "gpt2 tp2 bf16": {"tp": 2},
         "llama cp2": {"cp": 2, "recompute": "full"},
+        "three-headed cp2": {"cp": 2},
     },
     4: {
         "gpt2 dp2 tp2": {"dp": 2, "tp": 2, "zero": 3},
@@ -181,12 +182,15 @@ def test_copies_send_the_planned_bytes(answers: dict[int, Answers], world: int, 
         assert live["copies"] == pytest.approx(stages[rank // copies].dp_bytes, rel=0.05)
 
 
-def test_contexts_exchange_the_planned_bytes(answers: dict[int, Answers]) -> None:
-    name = "gpt2 dp2 cp2 zero3"
-    plan = planned("gpt2", 4, DEFAULT[4][name])
-    assert set(plan.layouts.key_exchanges.values()) == {"all_to_all"}
-    for live in answers[4](name)["live"]:
-        assert live["exchanged"] == pytest.approx(planned_exchanges(plan, imported("gpt2")), rel=0.05)
+@pytest.mark.parametrize(
+    ("world", "name", "way"), [(4, "gpt2 dp2 cp2 zero3", "all_to_all"), (2, "three-headed cp2", "ring")]
+)
+def test_contexts_exchange_the_planned_bytes(answers: dict[int, Answers], world: int, name: str, way: str) -> None:
+    kind = name.partition(" ")[0]
+    plan = planned(kind, world, DEFAULT[world][name])
+    assert set(plan.layouts.key_exchanges.values()) == {way}
+    for live in answers[world](name)["live"]:
+        assert live["exchanged"] == pytest.approx(planned_exchanges(plan, imported(kind)), rel=0.05)
 
 
 def check_unforced(answers: Answers, cases: Cases, is_brief: bool = False) -> None:

@@ -142,6 +142,11 @@ SPLIT_RESULTS: dict[str, tuple[tuple[int, ...], Cut, Function]] = {
     "stack": (ROWS, Cut(1, 1), lambda x: torch.stack([x, torch.ones(4, 6, 8)], 1)),
     "repeat_interleave along the split dimension": (ROWS, Cut(1, 1), lambda x: x.repeat_interleave(3, dim=1)),
     "products of split heads": (HEADS, Cut(1, 1), lambda x: x @ torch.ones(2, 4, 5, 2)),
+    "a sum and a product by the names of torch": (
+        ROWS,
+        Cut(0, 1),
+        lambda x: torch.ones(4, 6, 2).baddbmm(batch1=x, batch2=torch.ones(4, 8, 2), alpha=0.5),
+    ),
     "attention over split heads": (HEADS, Cut(1, 1), lambda x: F.scaled_dot_product_attention(x, x, x, MASK)),
     "a weight that is split by outputs": (MATRIX, Cut(0, 1), lambda x: F.linear(torch.ones(3, 4), x, torch.ones(6))),
     "rows times a whole weight": (ROWS, Cut(1, 1), lambda x: F.linear(x, torch.ones(3, 8))),
@@ -194,6 +199,7 @@ UNKNOWN: dict[str, Function] = {
     "part of the split dimension": lambda x: x[:, 1:],
     "a softmax along the split dimension": lambda x: x.softmax(1),
     "a function without a rule": lambda x: x.flip(1),
+    "a name that its rule does not have": lambda x: torch.matmul(input=x, other=torch.ones(8, 2)),
 }
 
 

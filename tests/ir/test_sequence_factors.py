@@ -1,12 +1,13 @@
 """Sequence factors are those that grow with the length of the token inputs, and no others."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from graphs import MORE_TINY_CONFIGS, TINY_CONFIGS
 
 from phaze.frontends.transformer_config import graph_from_config
-from phaze.ir import Graph, GraphBuilder, OpKind, Role, Rule
+from phaze.ir import DType, Graph, GraphBuilder, OpKind, Role, Rule
 from phaze.ir.factor_following import mark_sequences, marks_sequence, token_lengths
 from phaze.ir.graph_json import graph_from_json, graph_to_json
 
@@ -41,6 +42,18 @@ def test_marks_survive_json_backward_and_other_microbatch_sizes(family: str) -> 
 
 def test_lengths_are_those_of_each_token_input() -> None:
     assert token_lengths(at_length("t5", 8)) == dict.fromkeys(("input_ids", "decoder_input_ids", "labels"), 8)
+
+
+def test_tokens_that_are_only_moved_do_not_shorten_the_sequence() -> None:
+    builder = GraphBuilder("shifted", micro_batch_size=2)
+    labels = builder.argument("labels", (2, 8), Role.BATCH)
+    builder.tensors[labels] = replace(builder.tensors[labels], dtype=DType("int64"))
+    table = builder.argument("table", (5, 4), Role.PARAMETER)
+    cut = Rule.parse("b s@8 -> b s | b=2* s=7^")
+    builder.add("cut", OpKind.VIEW, "slice", cut, (labels,))
+    looked_up = Rule.parse("b s, v d -> b s d | b=2* s=8^ v=5? d=4")
+    (rows,) = builder.add("rows", OpKind.LOOKUP, "embedding", looked_up, (labels, table))
+    assert token_lengths(builder.build((rows,))) == {"labels": 8}
 
 
 def test_images_have_no_sequence() -> None:

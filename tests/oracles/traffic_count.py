@@ -22,7 +22,7 @@ from phaze.profile.model_profiles import repeated_layers, slice_model
 from phaze.question import Question
 from phaze.shard import WHOLE, ShardedModel, slice_layer
 from phaze.shard.expert_slicing import DIVIDED_OVER
-from phaze.shard.mesh_axes import EXPERT_AXIS, axis_of
+from phaze.shard.mesh_axes import EXPERT_AXIS, axis_of, is_ring
 from phaze.verify.saved_plan import question_for
 
 __all__ = ["StageTraffic", "planned_exchanges", "planned_traffic"]
@@ -42,12 +42,20 @@ class StageTraffic:
 
 
 def planned_exchanges(plan: Plan, model: object, inputs: object = None) -> float:
-    """Bytes of one step that a device of a single stage holds of what all-to-alls of contexts and experts exchange."""
+    """Bytes of one step that a device of a single stage exchanges with others of contexts and experts, and in rings.
+
+    Of an all-to-all it is what a device holds, and of a ring what it hands on.
+    """
     question, chosen = question_for(plan, model, inputs, PluginManager.load()), plan.strategy
     graph = LocalGraphs(question).at(chosen.micro_batch_size, tp=chosen.tp, cp=chosen.cp, ep=chosen.ep)
     exchanges = [op for op in graph.ops if op.kind is OpKind.COLLECTIVE and op.function == "all_to_all"]
     batches = plan.question.global_batch_size // (chosen.dp * chosen.micro_batch_size)
-    return batches * sum(graph.tensors[op.inputs[0]].size_bytes for op in exchanges) / chosen.tp
+    held = sum(graph.tensors[op.inputs[0]].size_bytes for op in exchanges)
+    parts = (
+        min(graph.tensors[name].size_bytes for name in (op.inputs[0], op.outputs[0]))
+        for op in filter(is_ring, graph.ops)
+    )
+    return batches * (held + (chosen.cp - 1) * sum(parts)) / chosen.tp
 
 
 def planned_traffic(

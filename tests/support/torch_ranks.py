@@ -289,8 +289,8 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, largest: float) -> 
 class CopyTraffic(TorchDispatchMode):
     """Counts what copies of a model send: a gather or a scatter its whole tensor, an all-reduce twice.
 
-    All-to-alls of contexts and experts are counted apart, by what a device sends. FSDP2 gathers and scatters one flat
-    buffer per layer; tensors under 1 KiB do not count.
+    All-to-alls of contexts and experts are counted apart, by what a device sends, and so are rings. FSDP2 gathers and
+    scatters one flat buffer per layer; tensors under 1 KiB do not count.
     """
 
     def __init__(self) -> None:
@@ -300,13 +300,13 @@ class CopyTraffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, name = func.name().split("::")
-        is_exchange = namespace == "c10d" and name.startswith("alltoall_base_")
+        is_exchange = namespace == "c10d" and name.startswith(("alltoall_base_", "send"))
         times = 1 if is_exchange else self._times.get(name.partition(".")[0], 0) if namespace == "c10d" else 0
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)] if times else []
         size = max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
         counted = times * size if size >= 1024 else 0
-        if is_exchange:  # of an output and an input
-            self.exchanged_bytes += tensors[1].numel() * tensors[1].element_size() if counted else 0
+        if is_exchange:  # of an output and an input, or of an input
+            self.exchanged_bytes += tensors[-1].numel() * tensors[-1].element_size() if counted else 0
         else:
             self.total_bytes += counted
         return func(*args, **(kwargs or {}))

@@ -352,6 +352,7 @@ _BUILDERS = {
     "captioned": _captioned,
     "hand-written": HandWritten,
     "headless": partial(Headless, layers=2),
+    "three-headed": partial(HandWritten, width=24, heads=3, layers=2),
     "encoder": TorchEncoder,
     "checkpointed": partial(Checkpointed, layers=2),
     "batch-normed": BatchNormed,
@@ -370,6 +371,7 @@ def batch_of(kind: str, seed: int = 1, size: int = BATCH) -> dict[str, torch.Ten
     tokens, labels = torch.randint(*words, (2, size, LENGTH))
     is_written = kind in (
         "hand-written",
+        "three-headed",
         "headless",
         "uncut",
         "odd",
