@@ -4,8 +4,9 @@ The first line names the columns:
 
 model, cluster, global_batch, seconds                    must be there
 name, precision, sequence_length, memory_gib,            may be
-dp, tp, pp, micro_batch_size, schedule, chunks, zero,    and are the keys of a strategy
-sequence_parallel, recompute
+dp, cp, ep, tp, expert_tp, pp, micro_batch_size,         and are the keys of a strategy
+schedule, chunks, zero, shard, sequence_parallel,
+recompute
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
 
 _Value = TypeVar("_Value")
 REQUIRED = ("model", "cluster", "global_batch", "seconds")
-_COUNTS = ("dp", "tp", "pp", "micro_batch_size", "chunks", "zero")
+_COUNTS = ("dp", "cp", "ep", "tp", "expert_tp", "pp", "micro_batch_size", "chunks", "zero", "shard")
 _WORDS = ("schedule", "recompute")
 OPTIONAL = ("name", "precision", "attention", "sequence_length", "memory_gib", *_COUNTS, *_WORDS, "sequence_parallel")
 COLUMNS = (*REQUIRED, *OPTIONAL)

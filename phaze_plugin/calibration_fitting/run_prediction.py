@@ -110,7 +110,8 @@ class PreparedLayers:
         key = (
             *(id(run.model), run.sequence_length, question.attention, question.recipe, stack, mode),
             *(parallelism.micro_batch_size, parallelism.tp, parallelism.cp, parallelism.ep),
-            *(question.choices.sequence_parallel, cluster.accelerator, cluster.levels if devices > 1 else ()),
+            *(question.choices.sequence_parallel, question.choices.expert_tp),
+            *(cluster.accelerator, cluster.levels if devices > 1 else ()),
         )
         if key not in self.sliced:
             self.sliced[key] = _sliced(question, parallelism, mode, stack)

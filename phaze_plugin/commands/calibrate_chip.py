@@ -30,8 +30,9 @@ def configure(parser: ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.epilog = (
         "Measured steps are one run a line under a line of column names. model, cluster, global_batch and seconds must "
-        "be there; name, precision, sequence_length, memory_gib, dp, tp, pp, micro_batch_size, schedule, chunks, zero, "
-        "sequence_parallel and recompute may be. Runs that differ in size and strategy tell more terms apart."
+        "be there; name, precision, sequence_length, memory_gib, dp, cp, ep, tp, expert_tp, pp, micro_batch_size, "
+        "schedule, chunks, zero, shard, sequence_parallel and recompute may be. Runs that differ in size and strategy "
+        "tell more terms apart."
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--measured", metavar="FILE", help="CSV of steps: model, cluster, global_batch, seconds, ..")

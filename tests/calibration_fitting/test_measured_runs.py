@@ -28,6 +28,12 @@ def test_a_table_of_steps_is_read_with_its_strategies(tmp_path: Path) -> None:
     assert second.name == "line 4: gpt2 on a100-80gb:8"
 
 
+def test_a_table_may_say_how_sequences_experts_and_states_were_divided(tmp_path: Path) -> None:
+    columns, cells = f"{HEAD},dp,cp,ep,tp,expert_tp,zero,shard", "mixtral-8x7b,h100:32,64,1,8,2,4,2,1,1,8"
+    (run,) = read_steps(written(tmp_path, f"{columns}\n{cells}\n"))
+    assert run.strategy == {"dp": 8, "cp": 2, "ep": 4, "tp": 2, "expert_tp": 1, "zero": 1, "shard": 8}
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

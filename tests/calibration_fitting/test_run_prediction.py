@@ -150,6 +150,21 @@ def test_runs_that_share_a_slicing_share_its_layers_and_are_predicted_as_alone()
     assert len(known.sliced) == len(STRATEGIES) - 1
 
 
+def test_runs_that_differ_in_how_tp_devices_share_experts_are_sliced_apart() -> None:
+    config = {**TINY_CONFIGS["mixtral"], "num_hidden_layers": 1}
+    model = graph_from_config(config, name="mixture", sequence_length=16, micro_batch_size=1).with_backward()
+    degrees = {"dp": 4, "tp": 2, "ep": 2, "zero": 1, "stages": (len(model.layers),)}
+    plugins, known = PluginManager.load(), PreparedLayers()
+    for expert_tp in (1, 2):
+        prepare_run(
+            replace(run("contexts"), model=model, strategy={**degrees, "expert_tp": expert_tp}),
+            LIBRARY_STACK,
+            plugins,
+            known,
+        )
+    assert len(known.sliced) == 2
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_model_that_shows_four_of_its_blocks_takes_as_long_as_the_whole_one(name: str) -> None:
     calibration, plugins = Calibration(name="fitted", stack=LIBRARY_STACK, **FITTED), PluginManager.load()
