@@ -7,7 +7,7 @@ its layers of that chain do.
 
 - every term is the least over recompute modes, unless it is listed per mode;
 - collectives over copies and shards take what they take at least; those of rows that stand for several strategies, and
-  all others, run on the fastest links that they could use, without latencies (`LayerTable._data_prices`);
+  all others, run on the fastest links that they could use, without latencies (`LayerTable.data_prices`);
 - a pass takes as long as its layers or as the collectives behind them, whichever is longer, and what of the shorter is
   not hidden; here the one that is longer over the whole model is charged for every layer (`_overlapped_over_model`),
   which is never more than a stage pays; likewise of reductions only the part that may be hidden is;
@@ -209,7 +209,7 @@ class LayerTable:
             sum(count.sum(axis=1)[tp_index] * sharding.held_bytes_per_parameter for sharding, count in kinds)
         )
 
-    def _data_prices(self, strategies: ParallelismTable, experts: bool) -> FloatArray:
+    def data_prices(self, strategies: ParallelismTable, experts: bool) -> FloatArray:
         """Of gather, scatter and reduction of each strategy: seconds per byte, and latencies.
 
         Of rows that stand for several values of dp: what the fewest devices move on the fastest links, no latencies. Of
@@ -272,7 +272,7 @@ class LayerTable:
             parameters = frozen[is_expert] if is_frozen else others
             untied = parameters if is_expert or is_frozen else dense
             starts_gather = (parameters > 0) & ((not is_frozen) | (others <= 0))  # both of a layer are gathered at once
-            prices = self._data_prices(strategies, experts=is_expert)
+            prices = self.data_prices(strategies, experts=is_expert)
             gather, scatter, reduce, gather_latency_s, scatter_latency_s, reduce_latency_s = prices
             gathered_bytes, scattered_bytes = sharding.gathered_bytes_per_pass, sharding.scattered_bytes_per_backward
             has_parameters, reduction = parameters > 0, sharding.recipe.reduction_bytes * reduce

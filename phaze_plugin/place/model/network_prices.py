@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from phaze.hardware import Cluster, InterconnectLevel
 from phaze.hardware.accelerator import EnergyModel, energy_model
 from phaze.place.model.stage_space import FloatArray, IntArray
 
-__all__ = ["DataPrices", "Network", "Price"]
+__all__ = ["DataPrices", "LinkPrices", "Network", "Price"]
 
 _PROBE_BYTES = float(1 << 30)
 """The size at which a collective is priced for its seconds per byte; bulk prices are linear, so that any will do."""
@@ -54,6 +54,19 @@ class DataPrices(NamedTuple):
     gather: Price
     scatter: Price
     reduction: Price
+
+
+class LinkPrices(Protocol):
+    """What stages are priced with: the links of a cluster (`Network`), or what nothing on them falls below."""
+
+    def collective(self, collective: Collective, size: int, stride: int, used: int) -> Price:
+        """The price of a collective over ``size`` devices at ``stride``, in a plan on ``used`` devices."""
+
+    def data_prices(self, zero: int, shard: int, groups: int, stride: int, used: int) -> DataPrices:
+        """Prices over ``groups`` groups of ``shard`` neighbours at ``stride``, in a plan on ``used`` devices."""
+
+    def between_stages(self, collective: Collective, members: int, stages: int, stride: int, used: int) -> Price:
+        """The price between ``members`` of the stages at ``stride``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ import numpy as np
 from phaze.cost import Collective, price_works, update_work
 from phaze.parallelism import Parallelism
 from phaze.place.memory.device_memory import MemoryTable, build_memory_table
-from phaze.place.model.network_prices import DataPrices, Network, Price
+from phaze.place.model.network_prices import DataPrices, LinkPrices, Price
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import FloatArray, IntArray, StageSpace
 from phaze.place.model.stage_sums import ParameterSums, StageSums
@@ -106,7 +106,7 @@ def build_stage_costs(
     problem: PlacementProblem,
     space: StageSpace,
     sums: StageSums,
-    network: Network,
+    network: LinkPrices,
     parallelism: Parallelism,
     *,
     update_s: float,
@@ -175,7 +175,7 @@ def _send(price: Price, sizes: FloatArray) -> FloatArray:
     return np.where(sizes > 0, price.latency_s + price.s_per_byte * sizes, 0.0)
 
 
-def _transfers_s(sums: StageSums, network: Network, parallelism: Parallelism) -> tuple[FloatArray, FloatArray]:
+def _transfers_s(sums: StageSums, network: LinkPrices, parallelism: Parallelism) -> tuple[FloatArray, FloatArray]:
     """Seconds of receiving the activation and the gradient, per stage."""
     used, stride = parallelism.device_count, parallelism.replicas * sums.tp
     transfer = network.between_stages(Collective.POINT_TO_POINT, 2, parallelism.pp, stride, used)
@@ -186,7 +186,7 @@ def _transfers_s(sums: StageSums, network: Network, parallelism: Parallelism) ->
     )
 
 
-def _tie_s(problem: PlacementProblem, sums: StageSums, network: Network, parallelism: Parallelism) -> FloatArray:
+def _tie_s(problem: PlacementProblem, sums: StageSums, network: LinkPrices, parallelism: Parallelism) -> FloatArray:
     """Seconds of reducing the gradients of ties between stages, as many as can hold a part of each tie."""
     seconds = np.zeros(len(sums.parameters))
     size, stages, stride = problem.recipe.reduction_bytes, parallelism.pp, parallelism.replicas * sums.tp
@@ -201,7 +201,9 @@ def _tie_s(problem: PlacementProblem, sums: StageSums, network: Network, paralle
     return seconds
 
 
-def _stage_sharded_s(problem: PlacementProblem, sums: StageSums, network: Network, parallelism: Parallelism) -> float:
+def _stage_sharded_s(
+    problem: PlacementProblem, sums: StageSums, network: LinkPrices, parallelism: Parallelism
+) -> float:
     """Seconds of gathering parameters that are sharded over stages, and of scattering their gradients."""
     recipe, stages = problem.recipe, parallelism.pp
     if stages == 1 or not sums.all_stage_sharded_parameters:
@@ -254,7 +256,7 @@ class _DataAxis:
     problem: PlacementProblem
     sums: StageSums
     parameters: ParameterSums
-    network: Network
+    network: LinkPrices
     sharding: ZeroSharding
     stride: int
     used: int

@@ -81,13 +81,27 @@ class StageSpace:
     def maxima(self, per_layer: FloatArray) -> FloatArray:
         """Largest over each stage of numbers per (..., layer) that are at least 0."""
         if self.is_chain:
-            table = np.where(np.arange(self.layers) >= np.arange(self.layers)[:, None], per_layer[..., None, :], 0.0)
-            return np.asarray(np.maximum.accumulate(table, axis=-1)[..., self.source, self.target - 1])
+            return self._window_maxima(per_layer)
         largest = np.zeros((*per_layer.shape[:-1], len(self.source)))
         for layer in range(self.layers):
             held = self.inside[self.target, layer] & ~self.inside[self.source, layer]
             np.maximum(largest, per_layer[..., layer, None], out=largest, where=held)
         return largest
+
+    def _window_maxima(self, per_layer: FloatArray) -> FloatArray:
+        """Largest over each stage of a chain: every stage is two runs, which may overlap, of a power of two of layers.
+
+        Row k of the table has the largest of the 2^k layers from each one on.
+        """
+        lengths = self.target - self.source
+        rows = [per_layer]
+        while 2 ** len(rows) <= int(lengths.max(initial=0)):
+            last, half = rows[-1], 2 ** (len(rows) - 1)
+            rows.append(np.concatenate([np.maximum(last[..., :-half], last[..., half:]), last[..., -half:]], axis=-1))
+        table, row = np.concatenate(rows, axis=-1), np.frexp(lengths)[1] - 1
+        begin = row * self.layers
+        first, second = (np.take(table, begin + start, axis=-1) for start in (self.source, self.target - (1 << row)))
+        return np.asarray(np.maximum(first, second))
 
     def largest_above(self, per_layer: FloatArray, later: FloatArray) -> FloatArray:
         """Largest over each stage of a layer's number less the sum of ``later`` over the layers behind it.
@@ -117,9 +131,7 @@ class StageSpace:
                 for seconds in (reduction_s, overlap_s)
             )
             late = reduced[..., 1:] - run[..., :-1]
-            allowed = np.arange(self.layers) >= np.arange(self.layers)[:, None]
-            table = np.maximum.accumulate(np.where(allowed, late[..., None, :], -np.inf), axis=-1)
-            excess = table[..., self.source, self.target - 1] - (reduced - run)[..., self.source]
+            excess = self._window_maxima(late) - (reduced - run)[..., self.source]
             return np.asarray(np.maximum(excess, 0.0))
         shape = (*np.broadcast_shapes(reduction_s.shape, overlap_s.shape)[:-1], len(self.source))
         reduced, run, excess = np.zeros((3, *shape))

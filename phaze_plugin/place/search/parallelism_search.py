@@ -27,6 +27,7 @@ from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.bounds.interleaved_bounds import InterleavedBounds, interleaved_closed_form_s
 from phaze.place.model.stage_space import FloatArray
 from phaze.place.search.interleaved_starts import interleaved_start
+from phaze.place.search.joint_bounds import refute_together
 from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, split_rows
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_search import (
@@ -295,6 +296,8 @@ def refuted_below(prepared: PreparedProblem, strategies: ParallelismTable, targe
         strategies.bound_s[wide] = math.inf
         below = np.arange(len(strategies), len(strategies) + len(parts))
         strategies = ParallelismTable.joined([strategies, parts])
+    if target_s < math.inf:
+        refute_together(prepared, strategies, np.flatnonzero(strategies.bound_s < target_s), target_s)
     return strategies
 
 
@@ -405,6 +408,7 @@ def _split_below(prepared: PreparedProblem, strategies: ParallelismTable, target
     if target_s < math.inf:
         left = np.flatnonzero(strategies.bound_s < target_s)
         strategies.bound_s[left] = prepared.layer_table.tightened(strategies.take(left), target_s)
+        refute_together(prepared, strategies, left, target_s)
     return strategies
 
 

@@ -22,7 +22,7 @@ from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.bounds.interleaved_bounds import InterleavedBounds
 from phaze.place.bounds.layer_table import LayerTable, build_layer_table
 from phaze.place.bounds.path_bounds import PathBounds, PeakBounds, StageBounds
-from phaze.place.model.network_prices import Network
+from phaze.place.model.network_prices import LinkPrices, Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_costs import StageCosts, build_stage_costs, update_s_per_parameter
 from phaze.place.model.stage_space import FloatArray, IntArray, StageSpace, build_stage_space
@@ -139,8 +139,10 @@ class PreparedProblem:
         """All strategies; those that differ only in dp and shard, and not in their microbatches, share a row."""
         return list_parallelisms(self.problem, self.ends, self.end_sums, self.network, self.update_s, joins_rows=True)
 
-    def stage_costs(self, parallelism: Parallelism, stages: IntArray | None = None) -> StageCosts:
-        """Times and memory of all stages, or of some, under a strategy."""
+    def stage_costs(
+        self, parallelism: Parallelism, stages: IntArray | None = None, prices: LinkPrices | None = None
+    ) -> StageCosts:
+        """Times and memory of all stages, or of some, under a strategy, and at other ``prices`` of links if given."""
         sums, space = self.stage_sums[parallelism.tp], self.space
         if stages is not None:
             sums, space = sums.take(stages), space.take(stages)
@@ -148,7 +150,7 @@ class PreparedProblem:
             self.problem,
             space,
             sums,
-            self.network,
+            prices or self.network,
             parallelism,
             update_s=self.update_s,
             mixes_tp=self.problem.capabilities.allows_mixed_tp and parallelism.chunks == 1,
@@ -168,18 +170,23 @@ class PreparedProblem:
         return self.programs[key]
 
     def candidates(
-        self, parallelism: Parallelism, cutoff_s: float, *, keeps_all_modes: bool = False
+        self,
+        parallelism: Parallelism,
+        cutoff_s: float,
+        *,
+        keeps_all_modes: bool = False,
+        prices: LinkPrices | None = None,
     ) -> CandidateStages:
         """The stages to choose from under a strategy, without those that alone take longer than the cutoff.
 
-        Interleaved pipelines have chunks of nearly equal length.
+        Interleaved pipelines have chunks of nearly equal length. ``prices`` are those of links, if not the network's.
         """
         sums = self.stage_sums[parallelism.tp]
         is_listed = self.micro_batches(parallelism) * sums.least_s < cutoff_s
         if parallelism.chunks > 1:
             is_listed &= np.isin(self.space.sizes, chunk_sizes(self.space.layers, parallelism.stages))
         stages = np.flatnonzero(is_listed)
-        costs = self.stage_costs(parallelism, stages)
+        costs = self.stage_costs(parallelism, stages, prices)
         return build_candidates(
             self.problem, self.space, sums, costs, parallelism, stages, keeps_all_modes=keeps_all_modes
         )

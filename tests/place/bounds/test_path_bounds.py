@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from placement_problems import random_problem, random_strategy, with_axes, with_memory
 from property_examples import examples
 
-from phaze.place.bounds.interleaved_bounds import _layer_stages, _possible_stages, interleaved_closed_form_s
+from phaze.place.bounds.interleaved_bounds import (
+    InterleavedBounds,
+    _layer_stages,
+    _possible_stages,
+    interleaved_closed_form_s,
+)
 from phaze.place.model.zero_sharding import distinct_columns
+from phaze.place.search.joint_bounds import ALIKE, are_refuted
 from phaze.place.search.parallelism_table import ParallelismTable, list_parallelisms
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_search import StageSearch
@@ -100,6 +106,30 @@ def test_bounds_of_a_strategy_never_exceed_the_time_of_a_pipeline_in_the_memory_
     assert search.root_bound() <= limit
     if interleaved:
         assert max(search.simulated_bound(target_s) for target_s in (1.001 * limit, 2 * limit, 1e9)) <= limit
+
+
+@examples(100)
+@given(st.integers(0, 2**32 - 1))
+def test_strategies_are_not_refuted_together_where_one_of_them_has_a_pipeline_below_the_target(seed: int) -> None:
+    random = Random(seed)
+    problem = random_problem(seed, largest=10, most_devices=16, most_micro_batches=8, memory_bytes=10**9)
+    prepared = PreparedProblem.of(with_axes(problem, seed))
+    strategies = strategies_of(prepared)
+    strategies = strategies.take(strategies.chunks > 1)
+    if not len(strategies):
+        return
+    index = random.randrange(len(strategies))
+    is_alike = [getattr(strategies, name) == getattr(strategies, name)[index] for name in ALIKE]
+    search = prepared.stage_search_below(strategies.parallelism(index, prepared.problem), math.inf)
+    pipelines = [] if search is None else [random_pipeline(random, search) for _ in range(8)]
+    chosen = np.array([pipeline for pipeline in pipelines if pipeline is not None])
+    if search is None or not len(chosen):
+        return
+    assert isinstance(search.bounds, InterleavedBounds)
+    times_s = np.where(search.bounds.fits(chosen), search.simulated(chosen), math.inf)
+    if times_s.min() < math.inf:
+        alike = strategies.take(np.all(is_alike, axis=0))
+        assert not are_refuted(prepared, alike, float(times_s.min()) * (1 + 1e-9))
 
 
 @examples(200)
