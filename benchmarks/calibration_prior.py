@@ -20,7 +20,7 @@ import numpy as np
 from published import Row, read_rows
 from scoring import Scorer, distinct, mean_size, shipped_calibration
 
-from phaze.calibration_fitting import PreparedRun, fit_terms, separable_terms
+from phaze.calibration_fitting import PreparedRun, fit_terms, prior_error_of, separable_terms
 from phaze.cost import Calibration
 
 CANDIDATES = ("matrix", "memory", "link", "network", "overhead_s", "overlap")
@@ -36,15 +36,17 @@ def errors(runs: Sequence[PreparedRun], rows: Sequence[Row], calibration: Calibr
     return [float(run.seconds([calibration])[0]) / seconds - 1 for run, seconds in zip(runs, measured, strict=True)]
 
 
-def fitted(runs: Sequence[PreparedRun], rows: Sequence[Row], start: Calibration, *, is_prior: bool) -> Calibration:
+def fitted(
+    runs: Sequence[PreparedRun], rows: Sequence[Row], start: Calibration, prior_error: float | None
+) -> Calibration:
     """What `phaze calibrate` makes of a few runs."""
 
     def predict(calibrations: Sequence[Calibration]) -> np.ndarray:
         return np.stack([run.seconds(calibrations) for run in runs], axis=1)
 
-    most = len(CANDIDATES) if is_prior else max(1, 2 * len(runs) // 3)
+    most = max(1, 2 * len(runs) // 3) if prior_error is None else len(CANDIDATES)
     terms, _ = separable_terms(predict, start, CANDIDATES, most)
-    return fit_terms(predict, [row.seconds or 0.0 for row in rows], start, terms, is_prior=is_prior).calibration
+    return fit_terms(predict, [row.seconds or 0.0 for row in rows], start, terms, prior_error=prior_error).calibration
 
 
 def main() -> None:
@@ -69,8 +71,13 @@ def main() -> None:
         rows, runs = [row for row, _ in few], [run for _, run in few]
         fits = (
             shipped,
-            fitted(runs, rows, replace(shipped, **ROUND), is_prior=False),
-            fitted(runs, rows, shipped, is_prior=True),
+            fitted(runs, rows, replace(shipped, **ROUND), None),
+            fitted(
+                runs,
+                rows,
+                shipped,
+                prior_error_of(shipped, [(run.problem.cluster, run.problem.recipe) for run in runs]),
+            ),
         )
         for name, calibration in zip(sizes, fits, strict=True):
             sizes[name].append(mean_size(errors([run for _, run in others], [row for row, _ in others], calibration)))

@@ -1,6 +1,6 @@
 """Fits the calibrations of `phaze_plugin/hardware/data/calibrations.json` to published runs.
 
-    python benchmarks/fit_published.py --data DIR [--family a100] [--rows] [--write]
+    python benchmarks/fit_published.py --data DIR [--family a100] [--rows] [--as-shipped] [--write]
 
 One fit per family of chips over all rows on its chips, whatever dataset they are of: at most six numbers, none of
 which depends on a dataset, a model or a row. Every part of a dataset counts the same, however many rows it has, and
@@ -9,7 +9,8 @@ with times that differ by more than `LARGEST_CONTRADICTION` is not fitted to: it
 Fits go in rounds: the logarithms of seconds are linear in the terms near a point, so that each round solves a robust
 least-squares problem on derivatives at the last point and moves there. Printed are the terms, and for each part of a
 dataset the error in sample, and with each group of rows that differ only in strategy left out as a whole (the others
-refitted on derivatives at the optimum, what was left out predicted exactly).
+refitted on derivatives at the optimum, what was left out predicted exactly). With ``--as-shipped`` terms stay as they
+are shipped, and errors, reserve and margin are those of today's prices: for changes that hardly move a term.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from validation import part_of
 from phaze.calibration_fitting import PreparedRun, fit_terms
 from phaze.calibration_fitting.least_squares import point_of, slopes_at
 from phaze.cost import LIBRARY_STACK, Calibration, Stack
-from phaze.cost.calibration import TERMS, RunClass, runs_by_class
+from phaze.cost.calibration import TERMS, RunClass, fitted_families, runs_by_class
 from phaze.json_documents import to_document
 
 TARGET = Path(__file__).parent.parent / "phaze_plugin" / "hardware" / "data" / "calibrations.json"
@@ -191,6 +192,12 @@ def fitted(sample: Sample, family: Family) -> tuple[Calibration, Tangent]:
     return calibration, tangent
 
 
+def shipped(sample: Sample, name: str, family: Family) -> tuple[Calibration, Tangent]:
+    """The calibration that is shipped, and the derivatives there."""
+    calibration = replace(family.start, **{term: fitted_families()[name]["terms"][term] for term in TERMS})
+    return calibration, Tangent.at(sample, calibration, family.terms)
+
+
 def nearer(before: Calibration, after: Calibration, terms: Sequence[str]) -> Calibration:
     """A step towards a fit that changes no term by more than `LARGEST_STEP`: derivatives hold near their point only."""
     moved = {}
@@ -266,14 +273,16 @@ def quantiles(outside: _Floats) -> dict[str, float]:
     return {"runs": len(outside), "tenth": round(low, 4), "ninetieth": round(high, 4)}
 
 
-def fit_family(name: str, rows: Sequence[Row], scorer: Scorer, shows_rows: bool) -> dict[str, object] | None:
+def fit_family(
+    name: str, rows: Sequence[Row], scorer: Scorer, shows_rows: bool, keeps_terms: bool
+) -> dict[str, object] | None:
     """Fit one family, print what was found and return what is written; None where no row is on its chips."""
     family = FAMILIES[name]
     sample = sample_of(rows, family, scorer)
     if len(sample.rows) < len(family.terms):
         print(f"{name}: {len(sample.rows)} rows, too few for {len(family.terms)} terms")
         return None
-    calibration, tangent = fitted(sample, family)
+    calibration, tangent = shipped(sample, name, family) if keeps_terms else fitted(sample, family)
     inside = np.exp(tangent.logarithms) / sample.measured_s - 1
     outside = left_out(sample, tangent, calibration)
     shown = ", ".join(f"{term} {getattr(calibration, term):.4g}" for term in family.terms)
@@ -302,12 +311,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--family", choices=FAMILIES, action="append")
     parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--as-shipped", action="store_true", help="keep the shipped terms, renew their errors")
     parser.add_argument("--write", action="store_true", help=f"into {TARGET.name}")
     arguments = parser.parse_args()
     scorer, rows = Scorer(), read_rows(arguments.data)
     document = json.loads(TARGET.read_text(encoding="utf-8"))
     for name in arguments.family or FAMILIES:
-        written = fit_family(name, rows, scorer, arguments.rows)
+        written = fit_family(name, rows, scorer, arguments.rows, arguments.as_shipped)
         if written is not None:
             document["families"][name] = written
     if arguments.write:

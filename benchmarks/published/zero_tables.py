@@ -26,7 +26,6 @@ from published.rows import (
     GIB,
     Row,
     built_row,
-    dgx_h100,
     even_stages,
     first_number,
     lines_of,
@@ -123,6 +122,12 @@ _NANOTRON_UNTIED = 10_000
 """Models whose feed-forward layers are narrower share their embedding with the head (scripts/scaling_benchmarks.py)."""
 
 
+_NANOTRON_STEP_S = 1.1e-4
+"""A step of a collective between nodes of nanotron's cluster, beside its bytes. Its authors measured all-reduces of 256
+MB on 1, 2, 4, .. 64 nodes at 436, 362, 160, 100, 85, 65 and 33 GB/s (The Ultra-Scale Playbook, section on pipelines);
+400 Gb/s a GPU and steps of 110 us take as long within 30 % from 4 nodes on."""
+
+
 def _balanced_stages(layers: int, block: int, head: int, stages: int) -> tuple[int, ...]:
     """Layers a stage, the embedding first and the head last: a stage is full once it exceeds its part of the cost.
 
@@ -157,7 +162,7 @@ def _nanotron_row(name: str, values: Mapping[str, str]) -> Row:
         name=name,
         model=model | {"max_position_embeddings": length},
         sequence_length=length,
-        cluster=dgx_h100(devices),
+        cluster=nodes("h100", devices, (8, 450e9, 1e-6), outer=(50e9, _NANOTRON_STEP_S)),
         global_batch_size=batch,
         strategy={
             "dp": dp,

@@ -61,7 +61,8 @@ def run(arguments: Namespace, console: Console) -> int:
 def _from_steps(arguments: Namespace, console: Console) -> int:
     import numpy as np
 
-    from phaze.calibration_fitting import fit_terms, prepare_run, read_steps
+    from phaze.calibration_fitting import fit_terms, prepare_run, prior_error_of, read_steps
+    from phaze.cost import calibration_of
     from phaze.installed import installed_plugins
 
     plugins = installed_plugins()
@@ -74,7 +75,10 @@ def _from_steps(arguments: Namespace, console: Console) -> int:
 
     is_prior = _is_fitted(runs, plugins) and not arguments.from_scratch
     terms, left = _terms(arguments.terms, predict, start, len(_CANDIDATES) if is_prior else max(1, 2 * len(runs) // 3))
-    fit = fit_terms(predict, [run.seconds for run in runs], start, terms, is_prior=is_prior)
+    shipped = calibration_of(prepared[0].problem.cluster.accelerator)
+    asked = [(run.problem.cluster, run.problem.recipe) for run in prepared]
+    prior_error = prior_error_of(shipped, asked) if is_prior else None
+    fit = fit_terms(predict, [run.seconds for run in runs], start, terms, prior_error=prior_error)
     _show_fit(arguments, console, start, _with_reserve(fit, prepared), prepared, left)
     return ExitCode.FINE
 

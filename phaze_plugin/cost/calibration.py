@@ -119,8 +119,8 @@ class Stack:
             Hopper and Blackwell), which makes it `SOFTMAX_OVERLAP_GAIN` times as fast.
         accumulates_in_products: whether products add a microbatch's gradients to the sum so far without extra traffic.
         recomputes_ends: whether recompute also covers layers that do not repeat (embedding, logits and loss).
-        alignment_bytes: batched products with a side of no multiple of this run at the rate of float32, single ones
-            whose rows are stored in no multiple of it at a third of their rate.
+        alignment_bytes: batched products with a side of no multiple of this, and single ones whose rows are stored in
+            no multiple of it, run at a third of their rate.
         launches_ahead: whether the host queues ops while the device works, so that its time per op shows only in passes
             with too little work; else ops run one after the other, each after its launch.
         fuses_update: whether the update reads gradients once; else they are first copied to the master's type, checked
@@ -347,6 +347,8 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
 
 LEAST_RUNS = 8
 """Fewer runs say too little of a tenth of them."""
+_MIDDLE_80_PERCENT = 2.563
+"""Standard deviations between the tenth and the ninetieth percentile of a normal distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,6 +377,11 @@ class ComparableRuns:
     def spread(self) -> float:
         """The relative difference below which predictions of two steps do not tell which is the quicker one."""
         return max(abs(self.tenth), abs(self.ninetieth))
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation that a normal distribution with the same 80 % in the middle has."""
+        return (self.ninetieth - self.tenth) / _MIDDLE_80_PERCENT
 
     def __str__(self) -> str:
         return f"80 % of {self.runs} comparable runs lie within {self.tenth:+.0%} and {self.ninetieth:+.0%}"

@@ -11,8 +11,8 @@ owns.
     spread:  tensor time on all arrays, vector time on all units, traffic with the whole buffer
     seconds = max(tensor / matrix, vector / vector, traffic / (bandwidth * memory)) + overhead      (calibration)
 
-A stack that does not hide traffic behind matrix products adds it to their time. Batched products whose sides are not
-aligned as it needs run at the rate of float32 there (found on A100: heads of 108 elements cost a third of the step).
+A stack that does not hide traffic behind matrix products adds it to their time. Products that are not aligned as it
+needs run at `UNALIGNED_SHARE` of their rate.
 
 Where a calibration has the chip's measured product kernels, they take the place of the tensor time, own traffic
 included (`phaze.cost.measured_kernels`). They occupy the whole chip: on one core they take as many times longer as
@@ -291,8 +291,7 @@ def _kernel_times(works: Sequence[Work], terms: _ChipTerms) -> _KernelTimes:
     products = [(place, works[row].products[0], works[row].tilings[0]) for place, row in enumerate(rows)]
     by_type: dict[str, list[tuple[int, Product, float]]] = {}
     for place, product, tiling in products:
-        dtype = _run_dtype(product, terms.calibration)
-        by_type.setdefault(dtype, []).append((place, product, tiling.compulsory_bytes))
+        by_type.setdefault(product.dtype, []).append((place, product, tiling.compulsory_bytes))
     for dtype, members in by_type.items():
         assert kernels is not None
         sizes = [_column([getattr(product, name) for _, product, _ in members]) for name in _SIZES]
@@ -334,9 +333,10 @@ def _time(
 
 
 UNALIGNED_SHARE = 0.33
-"""Of the rate of aligned products, what a product of 16 bits reaches whose rows cannot be read 16 bytes at a time.
+"""Of the rate of aligned products, what a product of 16 or 8 bits reaches whose rows cannot be read 16 bytes at a time.
 GPT-2 trained 25 % quicker with a vocabulary of 50,304 than with 50,257 (A. Karpathy on nanoGPT, 2023), which says 0.3
-to 0.4 for its head, and vTrain's runs on A100s with heads of 50,257, 25,128 and 12,564 say the same."""
+to 0.4 for its head, and vTrain's runs on A100s with heads of 50,257, 25,128 and 12,564 say the same. BigScience's with
+attention heads of 108 elements are predicted 9 to 14 % too slow with it (20 to 28 % at the rate of float32)."""
 _SIZES = ("batch", "m", "n", "k")
 
 
@@ -358,19 +358,20 @@ def _tensor_time(
         return
     sizes = ([getattr(product, name) for _, product in products] for name in _SIZES)
     cycles = product_cycles(grid, *map(_column, sizes))
-    # Cycles are added up by work and type first, since types run at different rates.
-    groups: dict[tuple[int, str], int] = {}
-    group = [groups.setdefault((row, _run_dtype(product, terms.calibration)), len(groups)) for row, product in products]
+    # Cycles are added up by work, type and alignment first, since these run at different rates.
+    groups: dict[tuple[int, str, float], int] = {}
+    keys = [(row, product.dtype, _aligned_share(product, terms.calibration)) for row, product in products]
+    group = [groups.setdefault(key, len(groups)) for key in keys]
     total, without_fill = _added(cycles.total, group, len(groups)), _added(cycles.without_fill, group, len(groups))
-    rows = [row for row, _ in groups]
+    rows = [row for row, _, _ in groups]
     all_total, all_without_fill = (_summed(values, rows, len(works)) for values in (total, without_fill))
     is_mostly_fill = all_total > 2 * all_without_fill
     np.copyto(binding, _CODE[Binding.FILL], where=is_mostly_fill[:, triples])
     share = terms.calibration.matrix * (terms.calibration.products.attention if terms.calibration.products else 1.0)
-    for (row, dtype), group_cycles in zip(groups, total, strict=True):
+    for (row, dtype, aligned), group_cycles in zip(groups, total, strict=True):
         rate = terms.chips.clock_hz * terms.chips.rate(dtype)
         reached = share * terms.calibration.attention_share if works[row].is_fused_attention else share
-        seconds[row] += group_cycles[triples] / (rate * reached)
+        seconds[row] += group_cycles[triples] / (rate * reached * aligned)
 
 
 def _added(values: _Floats, targets: Sequence[int], count: int) -> _Floats:
@@ -385,19 +386,17 @@ def _summed(values: _Floats, targets: Sequence[int], count: int) -> _Floats:
     return sums
 
 
-def _run_dtype(product: Product, calibration: Calibration) -> str:
-    """The type at whose rate a product runs."""
-    size, alignment = dtype_bytes(product.dtype), calibration.stack.alignment_bytes
-    sides = (product.m, product.n, product.k)
-    is_slow = product.batch > 1 and size < _SINGLE_BYTES and any(side * size % alignment for side in sides)
-    return "float32" if is_slow else product.dtype
-
-
 def _reached_share(product: Product, calibration: Calibration) -> float:
-    """Of the rate at which a library ran aligned products of the type, the share that this product reaches."""
+    """Of the rate at which a library ran products of the type, the share that this product reaches."""
+    return calibration.product_share(product.dtype) * _aligned_share(product, calibration)
+
+
+def _aligned_share(product: Product, calibration: Calibration) -> float:
+    """Of the rate of aligned products, what this one reaches: single ones by their rows, batched ones by all sides."""
     size, alignment = dtype_bytes(product.dtype), calibration.stack.alignment_bytes
-    is_unaligned = product.batch == 1 and product.row * size % alignment > 0
-    return calibration.product_share(product.dtype) * (UNALIGNED_SHARE if is_unaligned else 1.0)
+    sides = (product.row,) if product.batch == 1 else (product.m, product.n, product.k)
+    is_unaligned = size < _SINGLE_BYTES and any(side * size % alignment for side in sides)
+    return UNALIGNED_SHARE if is_unaligned else 1.0
 
 
 def _on_chip_energy(works: Sequence[Work], terms: _ChipTerms, traffic: _Floats) -> _Floats:

@@ -91,7 +91,7 @@ def test_a_prior_keeps_what_the_runs_do_not_show_and_moves_what_they_do() -> Non
     start = Calibration(matrix=0.8, memory=0.7)
     measured = [1.02 * seconds for seconds in predict([Calibration(matrix=0.6, memory=0.7)])[0]]
     free = fit_terms(predict, measured, start, ("matrix", "memory"))
-    held = fit_terms(predict, measured, start, ("matrix", "memory"), is_prior=True)
+    held = fit_terms(predict, measured, start, ("matrix", "memory"), prior_error=0.03)
     assert held.calibration.matrix == pytest.approx(0.6 / 1.02, rel=0.04)
     assert held.calibration.memory == pytest.approx(0.7, rel=0.01)
     assert abs(held.calibration.memory - 0.7) <= abs(free.calibration.memory - 0.7)
@@ -105,7 +105,7 @@ def test_with_a_prior_one_run_may_fit_two_terms_and_many_runs_outweigh_it() -> N
     for runs in (1, 50):
         measured = [1 / 0.6 + 1 / 0.6] * runs
         start = Calibration(matrix=0.8, memory=0.8)
-        found.append(fit_terms(predict, measured, start, ("matrix", "memory"), is_prior=True))
+        found.append(fit_terms(predict, measured, start, ("matrix", "memory"), prior_error=0.03))
     few, many = (abs(fit.errors[0]) for fit in found)
     assert many < few < 0.25
     assert many < 0.01
@@ -116,5 +116,5 @@ def test_a_prior_that_is_right_stays() -> None:
         return np.array([[size / one.matrix for size in (1, 2)] for one in calibrations])
 
     start = Calibration(matrix=0.8)
-    fit = fit_terms(predict, predict([start])[0].tolist(), start, ("matrix",), is_prior=True)
+    fit = fit_terms(predict, predict([start])[0].tolist(), start, ("matrix",), prior_error=0.03)
     assert fit.calibration.matrix == pytest.approx(0.8, rel=1e-6)

@@ -137,12 +137,11 @@ def test_memory_that_nothing_hides_is_added_to_a_product() -> None:
 
 
 @pytest.mark.parametrize(("batch", "side", "is_slow"), [(32, 108, True), (32, 112, False), (1, 108, False)])
-def test_unaligned_batched_products_run_at_the_rate_of_float32(batch: int, side: int, is_slow: bool) -> None:
+def test_unaligned_batched_products_run_at_a_third_of_their_rate(batch: int, side: int, is_slow: bool) -> None:
     work = matmul_work(batch, 2048, 2048, side)
-    stacks = (replace(LIBRARY_STACK, alignment_bytes=1), LIBRARY_STACK)
-    aligned, real = (seconds(work, Calibration(stack=stack)) for stack in stacks)
-    assert (real > 4 * aligned) == is_slow
-    assert is_slow or real == aligned
+    stacks = (replace(LIBRARY_STACK, alignment_bytes=1, hides_memory=True), replace(LIBRARY_STACK, hides_memory=True))
+    aligned, real = (seconds(work, Calibration(matrix=0.01, stack=stack)) for stack in stacks)
+    assert real == pytest.approx(aligned / UNALIGNED_SHARE if is_slow else aligned)
 
 
 def test_a_gpu_runs_all_products_of_an_unaligned_head_at_a_third_of_their_rate() -> None:
