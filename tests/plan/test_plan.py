@@ -28,7 +28,7 @@ def test_json_has_the_documented_names() -> None:
     assert {"strategy", "stages", "layouts", "step_time_s", "tokens_per_s", "mfu", "energy", "bound_s", "gap"} <= set(
         document
     )
-    keys = ["dp", "shard", "zero", "cp", "ep", "tp", "sequence_parallel", "pp", "schedule", "chunks"]
+    keys = ["dp", "shard", "zero", "cp", "ep", "tp", "expert_tp", "sequence_parallel", "pp", "schedule", "chunks"]
     keys += ["micro_batch_size", "recompute", "offload"]
     assert list(document["strategy"]) == keys
     assert document["value"] == {"reached": document["step_time_s"], "bound": document["bound_s"]}
