@@ -104,6 +104,11 @@ QUESTIONS: dict[str, Asked] = {
     "mixtral-8x7b a100:256": {"model": "mixtral-8x7b", "cluster": "a100-80gb:256", "global_batch_size": 1024},
     "internlm-7b a100:1024": {"model": INTERNLM_7B, "cluster": "a100-80gb:1024", "global_batch_size": 2048},
     "llama3-70b a100-40gb:8": {"model": "llama3-70b", "cluster": "a100-40gb:8", "global_batch_size": 64},
+    "deepseek-v3 h800:2048": {"model": "deepseek-v3", "cluster": "h800:2048", "global_batch_size": 15360},
+    "qwen3-235b-a22b gb200:576": {"model": "qwen3-235b-a22b", "cluster": "gb200:576", "global_batch_size": 2304},
+    "gpt-oss-120b h100:512": {"model": "gpt-oss-120b", "cluster": "h100:512", "global_batch_size": 2048},
+    "gemma3-27b tpuv6e:256": {"model": "gemma3-27b", "cluster": "tpuv6e:256", "global_batch_size": 256},
+    "llama3.1-70b trn2:512": {"model": "llama3.1-70b", "cluster": "trn2:512", "global_batch_size": 1024},
     **{
         f"{name} tpuv4:1024": {"model": name, "cluster": "tpuv4:1024", "global_batch_size": 4096}
         for name in PAPER_MODELS
