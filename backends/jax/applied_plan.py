@@ -19,11 +19,12 @@ from phaze.backends.jax.context_trace import SequenceInput, loss_of_context, seq
 from phaze.backends.jax.expert_trace import loss_of_experts
 from phaze.backends.jax.jax_mesh import axis_names, mesh_axes, mesh_for_plan
 from phaze.backends.jax.loss_function import BatchShare, LossFunction, PyTree, batch_share, read_loss_function
-from phaze.backends.jax.mean_over_samples import Counts, read_weighting
+from phaze.backends.jax.mean_over_samples import Counts, weighting_of_micro_batches
 from phaze.backends.jax.micro_batch_loss import ArrangedLoss
 from phaze.backends.jax.parameter_storage import ParameterStorage, choose_storage
+from phaze.backends.jax.samples_apart import check_samples_apart
 from phaze.backends.jax.stacked_layers import EMPTY_SHAPE, LayerStacks, stack_equal_layers
-from phaze.backends.jax.trace_rewriting import RowsOfBatch, draws_of_samples, with_draws_of_rows
+from phaze.backends.jax.trace_rewriting import RowsOfBatch, draws_of_samples, paired_equations, with_draws_of_rows
 from phaze.backends.jax.traced_loss import (
     TracedLoss,
     first_layers,
@@ -206,7 +207,11 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
     draws, counts, whole_batch = dict[int, int](), Counts(), None
     if sizes.batch_rows > sizes.rows:
         twice = trace_at(2 * strategy.micro_batch_size)
-        counts = Counts() if takes_mean else _weighting(trace_at, strategy.micro_batch_size, shares)
+        counts = Counts()
+        if not takes_mean:
+            counts = weighting_of_micro_batches(trace_at, strategy.micro_batch_size, shares)
+            sizes_of_model = {size for spec in (*loss_function.parameters, *specs) for size in spec.shape}
+            check_samples_apart(trace_at, strategy.micro_batch_size, sizes_of_model)
         draws = draws_of_samples(trace.flat, twice.flat)
     if counts.totals:
         whole_batch = _whole_batch(counts, trace, trace_at(sizes.batch_rows), draws)
@@ -254,33 +259,24 @@ def _context(trace: TracedLoss, has_sequence: Sequence[bool], cp: int) -> tuple[
     return are_parts, loss_of_context(trace, inputs, cp)
 
 
-def _weighting(trace_at: Callable[[int], TracedLoss], micro_batch_size: int, shares: tuple[BatchShare, ...]) -> Counts:
-    """How the losses of microbatches make up the loss of the batch.
-
-    JAX traces sums over a single sample in other words than sums over several. So where a microbatch is one sample, and
-    nothing is counted over all of them, microbatches of two say it.
-    """
-    sizes = (micro_batch_size, 2 * micro_batch_size)
-    try:
-        return read_weighting(trace_at(sizes[0]), trace_at(sizes[1]), shares)
-    except PlanError:
-        if micro_batch_size > 1:
-            raise
-        counts = read_weighting(trace_at(2), trace_at(4), shares)
-        if counts.totals:
-            raise
-        return counts
-
-
 def _whole_batch(counts: Counts, micro_batch: TracedLoss, whole: TracedLoss, draws: Mapping[int, int]) -> WholeBatch:
     """What microbatches take from the whole batch, which is found at the same places of its trace."""
 
-    def at(trace: TracedLoss, places: Sequence[tuple[int, int]]) -> tuple[core.Var, ...]:
-        return tuple(trace.equations[number].outvars[place] for number, place in places)
+    pairs = paired_equations(micro_batch.equations, whole.equations)
+    of_whole = {id(small): large for small, large in pairs or () if small is not None}
 
-    if len(micro_batch.equations) != len(whole.equations):
-        raise PlanError("the loss counts samples and is traced differently for other numbers of samples.")
-    sums = at(micro_batch, counts.sums)
+    def at(places: Sequence[tuple[int, int]], *, is_whole: bool) -> tuple[core.Var, ...]:
+        variables = []
+        for number, place in places:
+            equation: core.JaxprEqn | None = micro_batch.equations[number]
+            if is_whole:
+                equation = of_whole.get(id(equation))
+            if equation is None:
+                raise PlanError("the loss counts samples and is traced differently for other numbers of samples.")
+            variables.append(equation.outvars[place])
+        return tuple(variables)
+
+    sums = at(counts.sums, is_whole=False)
     if any(id(equation) in draws for equation in needed_equations(micro_batch.equations, sums, {})):
         raise PlanError(
             "the loss counts samples that it draws at random, which microbatches cannot count together; draw the mask "
@@ -290,8 +286,8 @@ def _whole_batch(counts: Counts, micro_batch: TracedLoss, whole: TracedLoss, dra
         micro_batch=micro_batch,
         sums=sums,
         whole=whole,
-        whole_sums=at(whole, counts.sums),
-        totals=at(whole, counts.totals),
+        whole_sums=at(counts.sums, is_whole=True),
+        totals=at(counts.totals, is_whole=True),
     )
 
 

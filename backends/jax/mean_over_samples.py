@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import jax
 from jax.extend import core
 
 from phaze.backends.jax.loss_function import BatchShare
-from phaze.backends.jax.traced_loss import TracedLoss, evaluate, primitive_name
+from phaze.backends.jax.trace_rewriting import DRAWS, paired_equations
+from phaze.backends.jax.traced_loss import TracedLoss, evaluate, needed_equations, primitive_name
 from phaze.errors import PlanError
 
-__all__ = ["Counts", "read_weighting"]
+__all__ = ["Counts", "read_weighting", "weighting_of_micro_batches"]
 
 _PER_SAMPLE: Final = "per sample"
 _COUNT: Final = "count"
@@ -79,11 +80,15 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _FoundCounts:
-    """The counts of a trace as they are found; dictionaries without values keep the order."""
+    """The counts of a trace as they are found; dictionaries without values keep the order.
+
+    `totals_of_large` are those of the larger trace.
+    """
 
     with_parameters: set[core.Var]
-    sums: dict[core.Var, None]
-    totals: dict[core.Var, None]
+    sums: dict[core.Var, None] = field(default_factory=dict)
+    totals: dict[core.Var, None] = field(default_factory=dict)
+    totals_of_large: dict[core.Var, None] = field(default_factory=dict)
 
     def is_free(self, equation: core.JaxprEqn) -> bool:
         """Whether an equation reads no parameter, nor anything made of one."""
@@ -113,10 +118,24 @@ class _PairedTraces:
         return evaluate(self.equations[size], [variable], {}, read)[0]
 
     def growth(self, small: core.Var, large: core.Var) -> float:
-        """The growth of a factor that depends on no sample; 1 where it cannot be computed: then it is learned."""
+        """The growth of a factor that depends on no sample; 1 where it cannot be computed: then it is learned.
+
+        Raises PlanError for what is made of learned numbers and of how many samples there are.
+        """
         try:
             before, after = (self.value(size, variable) for size, variable in enumerate((small, large)))
         except _UnknownError:
+            totals = ({}, {}) if self.counts is None else (self.counts.totals, self.counts.totals_of_large)
+            literals = [
+                [
+                    str(value)
+                    for equation in needed_equations(equations, [variable], known)
+                    for value in _literals(equation)
+                ]
+                for equations, variable, known in zip(self.equations, (small, large), totals, strict=True)
+            ]
+            if literals[0] != literals[1]:
+                raise _refusal("a factor of it is made of parameters and of the number of samples") from None
             return 1.0
         return float(after.ravel()[0] / before.ravel()[0]) if getattr(before, "size", 0) else float(after / before)
 
@@ -129,7 +148,7 @@ def read_weighting(small: TracedLoss, large: TracedLoss, shares: Sequence[BatchS
     constants = [
         {variable: _constant(value) for variable, value in trace.constants.items()} for trace in (small, large)
     ]
-    counts = _FoundCounts(with_parameters=_made_of(small.equations, small.parameters), sums={}, totals={})
+    counts = _FoundCounts(with_parameters=_made_of(small.equations, small.parameters))
     traces = _PairedTraces(
         equations=(small.equations, large.equations), outside=(constants[0], constants[1]), counts=counts
     )
@@ -156,6 +175,26 @@ def read_weighting(small: TracedLoss, large: TracedLoss, shares: Sequence[BatchS
     )
 
 
+def weighting_of_micro_batches(
+    trace_at: Callable[[int], TracedLoss], micro_batch_size: int, shares: Sequence[BatchShare]
+) -> Counts:
+    """How the losses of microbatches make up the loss of the batch, which can be traced for any number of samples.
+
+    JAX traces sums over a single sample in other words than sums over several. So where a microbatch is one sample, and
+    nothing is counted over all of them, microbatches of two say it.
+    """
+    sizes = (micro_batch_size, 2 * micro_batch_size)
+    try:
+        return read_weighting(trace_at(sizes[0]), trace_at(sizes[1]), shares)
+    except PlanError:
+        if micro_batch_size > 1:
+            raise
+        counts = read_weighting(trace_at(2), trace_at(4), shares)
+        if counts.totals:
+            raise
+        return counts
+
+
 def _made_of(equations: Sequence[core.JaxprEqn], variables: Sequence[core.Var]) -> set[core.Var]:
     """These variables, and all that is made with them."""
     made = set(variables)
@@ -163,6 +202,10 @@ def _made_of(equations: Sequence[core.JaxprEqn], variables: Sequence[core.Var]) 
         if any(not isinstance(variable, core.Literal) and variable in made for variable in equation.invars):
             made.update(equation.outvars)
     return made
+
+
+def _literals(equation: core.JaxprEqn) -> list[object]:
+    return [variable.val for variable in equation.invars if isinstance(variable, core.Literal)]
 
 
 def _constant(value: jax.Array) -> Callable[[], jax.Array]:
@@ -183,11 +226,18 @@ def _dependence(dependences: Mapping[core.Var, Dependence], variable: core.Var |
 
 def _walk(traces: _PairedTraces, dependences: dict[core.Var, Dependence]) -> None:
     """Add how every variable of the small trace depends on the batch."""
-    if len(traces.equations[0]) != len(traces.equations[1]):
+    pairs = paired_equations(*traces.equations)
+    if pairs is None:
         raise _refusal("it is traced differently for twice as many samples")
-    for small, large in zip(*traces.equations, strict=True):
-        if primitive_name(small) != primitive_name(large):
-            raise _refusal("it is traced differently for twice as many samples")
+    for small, large in pairs:
+        if small is None:
+            continue
+        if large is None:  # a reshape, which only a single sample has
+            dependences[small.outvars[0]] = _dependence(dependences, small.invars[0])
+            continue
+        if primitive_name(small) in DRAWS and small.outvars[0].aval.shape != large.outvars[0].aval.shape:
+            dependences[small.outvars[0]] = _PER_SAMPLE
+            continue
         inputs = [_dependence(dependences, variable) for variable in small.invars]
         if any(dependence is not None for dependence in inputs):
             results = _results_with_counts(traces, small, large, inputs)
@@ -210,8 +260,9 @@ def _results_with_counts(
     is_made_of_counts = counts.is_free(small) and set(inputs) <= {_COUNT, None}
     if is_made_of_counts and not any(_grows(*pair) for pair in zip(small.outvars, large.outvars, strict=True)):
         return [_COUNT] * len(small.outvars)
-    read = [variable for variable, dependence in zip(small.invars, inputs, strict=True) if dependence == _COUNT]
-    counts.totals.update(dict.fromkeys(read))
+    for variable, larger, dependence in zip(small.invars, large.invars, inputs, strict=True):
+        if dependence == _COUNT:
+            counts.totals[variable] = counts.totals_of_large[larger] = None
     others: list[Dependence] = [None if dependence == _COUNT else dependence for dependence in inputs]
     if all(dependence is None for dependence in others):
         return [None] * len(small.outvars)

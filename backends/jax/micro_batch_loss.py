@@ -68,7 +68,7 @@ class ArrangedLoss:
         tp: devices of the tensor axis.
         sequence_parallel: whether activations between layers are split along the sequence; one that the tensor axis
             does not divide stays whole.
-        gathered_vectors: numbers of split vectors (biases, scales) that the loss reads whole.
+        gathered_vectors: numbers of split vectors (biases, scales) and routers that the loss reads whole.
     """
 
     trace: TracedLoss
@@ -89,15 +89,18 @@ class ArrangedLoss:
         return self.gathers_keys or self.gathers_parameters
 
     def with_gathered_vectors(self) -> ArrangedLoss:
-        """The same, with those split vectors found that meet nothing split, and are therefore gathered."""
+        """The same, with those split vectors and routers found that meet nothing split, and are therefore gathered."""
         if self.tp == 1:
             return self
         scan, numbers = self.trace.scan, {variable: number for number, variable in enumerate(self.trace.parameters)}
-        outside = vectors_to_gather(self.trace.equations, self.split_variables(), self.tp)
+        has_experts = self.has_expert_tiles
+        outside = vectors_to_gather(self.trace.equations, self.split_variables(), self.tp, with_routers=has_experts)
         gathered = {numbers[variable] for variable in outside}
         if scan is not None:
             weights = scan.weights
-            inside = vectors_to_gather(scan.body.jaxpr.eqns, self.split_variables_of_layer(scan), self.tp)
+            inside = vectors_to_gather(
+                scan.body.jaxpr.eqns, self.split_variables_of_layer(scan), self.tp, with_routers=has_experts
+            )
             # What the scan takes apart is read inside of it only, so that the outside knows nothing about it.
             gathered = (gathered - set(weights.values())) | {weights[variable] for variable in inside}
         return replace(self, gathered_vectors=frozenset(gathered))
@@ -138,12 +141,13 @@ class ArrangedLoss:
         return any(s.expert_dim is not None and s.expert_dim == s.split_dim for s in self.storages)
 
     def _split_dims(self, *, is_layer: bool = False) -> dict[int, int]:
-        """For each parameter that the tensor axis cuts evenly, the dimension as the loss sees it."""
+        """For each parameter that the tensor axis cuts evenly, and that is read so, the dimension in the loss."""
         shift = 1 if is_layer else 0
         return {
             number: storage.split_dim - shift
             for number, storage in enumerate(self.storages)
             if storage.split_dim is not None
+            and number not in self.gathered_vectors
             and not storage.is_merged
             and storage.parts == 1
             and storage.chunk * storage.tp == storage.shape[storage.split_dim]

@@ -211,17 +211,53 @@ class _CollectiveOnParts:
         return [collective(*operands)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _WholeResult:
+    """An equation whose result every device of the tensor axis has whole.
+
+    Left alone, the compiler makes the scores of experts in parts, because each device has some experts, and gathers
+    them for the choice of the largest, whose gradients it gathers as well.
+    """
+
+    equation: core.JaxprEqn
+
+    @property
+    def invars(self) -> list[core.Var]:
+        """The variables that the equation reads."""
+        return list(self.equation.invars)
+
+    @property
+    def outvars(self) -> list[core.Var]:
+        """The variables that it makes."""
+        return list(self.equation.outvars)
+
+    def run(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """The equation's results, whole."""
+        results = run_equation(self.equation, operands)
+        return [jax.lax.with_sharding_constraint(result, PartitionSpec()) for result in results]
+
+
+_CHOICES = frozenset({"argmax", "sort", "top_k"})
+"""Primitives that choose experts."""
+
+
 def with_exchanged_tiles(equations: Sequence[Equation]) -> list[Equation]:
     """The equations, of which exchanges of rows of experts are run on the tiles of every device of the tensor axis.
 
     The rows have dimensions (owner, ..., tile, owner, expert, ...), of which one of the two owners counts devices and
-    the other one is 1, and the exchange makes it the other way round.
+    the other one is 1, and the exchange makes it the other way round. The scores by which experts are chosen are whole.
     """
+    choices = [equation for equation in equations if primitive_name(equation) in _CHOICES]
+    chosen_from = {variable for equation in choices for variable in read_variables(equation)}
     exchanged: list[Equation] = []
     for equation in equations:
-        if isinstance(equation, core.JaxprEqn) and primitive_name(equation) == "all_to_all":
+        if not isinstance(equation, core.JaxprEqn):
+            exchanged.append(equation)
+        elif primitive_name(equation) == "all_to_all":
             tiles = max(equation.params["split_axis"], equation.params["concat_axis"]) - 1
             exchanged.append(_CollectiveOnParts(equation=equation, dim=tiles))
+        elif primitive_name(equation) in ELEMENTWISE and not chosen_from.isdisjoint(equation.outvars):
+            exchanged.append(_WholeResult(equation=equation))
         else:
             exchanged.append(equation)
     return exchanged
@@ -344,11 +380,14 @@ def _fused_product(equation: Equation, fused_views: Mapping[core.Var, FusedView]
     return replace(product, parts=fused_views[product.weight_variable].parts)
 
 
-def vectors_to_gather(equations: Sequence[Equation], split_dims: Mapping[core.Var, int], tp: int) -> set[core.Var]:
-    """Split vectors (biases, scales) that meet whole activations only.
+def vectors_to_gather(
+    equations: Sequence[Equation], split_dims: Mapping[core.Var, int], tp: int, *, with_routers: bool = False
+) -> set[core.Var]:
+    """Split vectors (biases, scales) that meet whole activations only, and so split routers of experts if asked.
 
     Left alone, the compiler may split such an activation like the vector and gather the activation afterwards; the
-    vector is smaller.
+    vector is smaller. So is a router: each of its devices would have a part of the gradient of every token, which is
+    gathered, and a partial sum of all scores.
     """
     cut, to_gather = dict(split_dims), set[core.Var]()
     # Each variable that is made of a split vector alone, with that vector.
@@ -362,6 +401,10 @@ def vectors_to_gather(equations: Sequence[Equation], split_dims: Mapping[core.Va
         other_inputs = [variable for variable in inputs if variable not in vectors]
         if product is not None:
             is_split = product.result_dim is not None
+            weight, activation = product.weight_variable, product.activation_variable
+            is_cut = product.activation_dim is not None and not is_split and activation not in split_activations
+            if with_routers and is_cut and weight in split_dims and weight.aval.size < activation.aval.size:
+                to_gather.add(weight)
         elif read_vectors and not other_inputs:
             vectors |= {variable: next(iter(read_vectors)) for variable in equation.outvars}
             continue

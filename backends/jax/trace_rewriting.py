@@ -31,11 +31,13 @@ from jax.extend import random as generators
 from phaze.errors import PlanError
 
 __all__ = [
+    "DRAWS",
     "Replacement",
     "RowsOfBatch",
     "draws_of_samples",
     "inlined",
     "inner_traces",
+    "paired_equations",
     "run_rewritten",
     "with_draws_of_rows",
 ]
@@ -56,6 +58,41 @@ def inner_traces(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
             trace = getattr(item, "jaxpr", item)
             if hasattr(trace, "eqns"):
                 yield trace
+
+
+_RESHAPES = frozenset({"expand_dims", "reshape", "squeeze"})
+"""Primitives that only say a shape otherwise: JAX leaves some of them out where a size is 1."""
+
+Pair: TypeAlias = tuple[core.JaxprEqn | None, core.JaxprEqn | None]
+"""An equation of one trace and its counterpart in another; None where it is a reshape that the other is without."""
+
+
+def paired_equations(small: Sequence[core.JaxprEqn], large: Sequence[core.JaxprEqn]) -> list[Pair] | None:
+    """The equations of two traces of one function at different sizes, side by side; None where they differ.
+
+    JAX traces what is done with a single sample with other reshapes than what is done with several.
+    """
+    names = [[str(equation.primitive) for equation in equations] for equations in (small, large)]
+    if names[0] == names[1]:
+        return list(zip(small, large, strict=True))
+    pairs: list[Pair] = []
+    others = iter(large)
+    for equation in small:
+        if str(equation.primitive) in _RESHAPES:
+            pairs.append((equation, None))
+            continue
+        for other in others:
+            if str(other.primitive) not in _RESHAPES:
+                break
+            pairs.append((None, other))
+        else:
+            return None
+        if equation.primitive is not other.primitive:
+            return None
+        pairs.append((equation, other))
+    rest: list[Pair] = [(None, other) for other in others]
+    has_more = any(str(other.primitive) not in _RESHAPES for _, other in rest if other is not None)
+    return None if has_more else [*pairs, *rest]
 
 
 def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -159,7 +196,7 @@ def _run_while(loop: core.JaxprEqn, operands: Sequence[jax.Array], replacement: 
     )
 
 
-_DRAWS = frozenset({"random_bits", "random_split"})
+DRAWS = frozenset({"random_bits", "random_split"})
 """Primitives that draw an array of the `shape` among their parameters."""
 _OTHER_DRAWS = frozenset({"random_gamma", "rng_bit_generator", "rng_uniform"})
 """Primitives whose draws cannot be told apart by rows."""
@@ -189,29 +226,31 @@ def draws_of_samples(small: core.ClosedJaxpr, large: core.ClosedJaxpr) -> dict[i
 
 def _draws_anything(trace: core.Jaxpr) -> bool:
     return any(
-        str(equation.primitive) in _DRAWS | _OTHER_DRAWS
+        str(equation.primitive) in DRAWS | _OTHER_DRAWS
         or any(_draws_anything(inner) for inner in inner_traces(equation))
         for equation in trace.eqns
     )
 
 
 def _compare(small: core.Jaxpr, large: core.Jaxpr, found: dict[int, int]) -> None:
-    names = [[str(equation.primitive) for equation in trace.eqns] for trace in (small, large)]
-    if names[0] != names[1]:
+    pairs = paired_equations(small.eqns, large.eqns)
+    if pairs is None:
         raise PlanError(
             "the loss draws random numbers and is traced differently for twice as many samples, so that it cannot be "
             "told what it draws for each sample; write it alike for all batch sizes."
         )
     places: set[core.Var] = set()
-    for equation, larger in zip(small.eqns, large.eqns, strict=True):
+    for equation, larger in pairs:
+        if equation is None or larger is None:
+            continue
         name = str(equation.primitive)
         if name == "iota" or (name == "convert_element_type" and equation.invars[0] in places):
             places.add(equation.outvars[0])
         elif name == "random_fold_in" and _grows(equation, larger) and equation.invars[1] in places:
             found[id(equation)] = 0
-        elif name in _DRAWS and equation.params["shape"] != larger.params["shape"]:
-            pairs = zip(equation.params["shape"], larger.params["shape"], strict=True)
-            found[id(equation)] = next(dim for dim, (size, grown) in enumerate(pairs) if size != grown)
+        elif name in DRAWS and equation.params["shape"] != larger.params["shape"]:
+            sizes = zip(equation.params["shape"], larger.params["shape"], strict=True)
+            found[id(equation)] = next(dim for dim, (size, grown) in enumerate(sizes) if size != grown)
         elif name in _OTHER_DRAWS and _grows(equation, larger):
             raise _indivisible(name)
         for inner, larger_inner in zip(inner_traces(equation), inner_traces(larger), strict=True):

@@ -28,7 +28,8 @@ __all__ = ["device_graph", "with_dropped_positions"]
 def with_dropped_positions(graph: Graph, cp: int) -> Graph:
     """The forward ops with what they dropped at the ends of sequences that cp divides; the graph itself where none did.
 
-    A graph that drops the first positions of what it learned stays as it is: its parts would have to move.
+    A graph stays as it is where it drops the first positions of what it learned, whose parts would have to move, or
+    where it makes short sequences whole again, as rolled or padded labels are.
     """
     forward = graph.ops_of(Phase.FORWARD)
     whole = {graph.tensors[name].shape[1] for name in token_lengths(graph)}
@@ -39,7 +40,7 @@ def with_dropped_positions(graph: Graph, cp: int) -> Graph:
         for length in whole
         if factor.is_sequence and length % cp == 0 and 0 < length - factor.size < cp
     }
-    if not lengths or any(_drops_the_first(graph, op, lengths) for op in forward):
+    if not lengths or any(_drops_the_first(graph, op, lengths) or _makes_whole(op, lengths) for op in forward):
         return graph
     builder = GraphBuilder(graph.name, micro_batch_size=graph.micro_batch_size)
     for tensor in graph.tensors.values():
@@ -58,6 +59,15 @@ def _drops_the_first(graph: Graph, op: Op, lengths: dict[int, int]) -> bool:
     is_cut = any(dim.size is not None and short.intersection(dim.factors) for dims in op.rule.operands for dim in dims)
     reads_activations = any(graph.tensors[name].dtype.is_float for name in op.inputs)
     return is_cut and reads_activations and op.attribute("start") != 0
+
+
+def _makes_whole(op: Op, lengths: dict[int, int]) -> bool:
+    """Whether an op puts a short sequence into a whole one."""
+    return any(
+        dim.size in lengths and any(op.rule.factor(name).size == lengths[dim.size] for name in dim.factors)
+        for dims in op.rule.operands
+        for dim in dims
+    )
 
 
 def _lengthened(rule: Rule, lengths: dict[int, int]) -> Rule:

@@ -50,6 +50,10 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "contrast": (lambda w, x, y: jax.nn.log_softmax(jnp.einsum("bsd,csd->bc", x @ w, x)).mean(), "compares samples"),
     "largest": (lambda w, x, y: (x @ w).max(), "takes reduce_max over the samples"),
     "running": (lambda w, x, y: jnp.cumsum(x @ w, 0).mean(), "cumsum runs along the samples"),
+    "learned and counted": (
+        lambda w, x, y: net(w, x).sum() / (jnp.exp(w[0, 0]) * len(x)),
+        "a factor of it is made of parameters and of the number of samples",
+    ),
     "divided regulariser": (lambda w, x, y: ((x @ w).sum() + w.sum()) / len(x), "takes add of a sum"),
 }
 

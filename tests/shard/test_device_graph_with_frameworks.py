@@ -47,6 +47,15 @@ def test_what_a_loss_drops_at_the_end_of_a_sequence_is_computed_where_that_is_al
         device_graph(graph, cp=4)
 
 
+def test_labels_that_are_rolled_leave_a_sequence_whole() -> None:
+    def loss(params: object, tokens: jax.Array) -> jax.Array:
+        return jax_models.llama_loss(params, jax.numpy.roll(tokens, 1, axis=1), tokens)
+
+    graph = derive_backward(phaze.import_graph(loss, (jax_models.llama_parameters(), jax_models.ids())))
+    local = device_graph(graph, cp=4, keeps_dropped=True)
+    assert local.matmul_flops(Phase.FORWARD) * 4 == graph.matmul_flops(Phase.FORWARD)
+
+
 def test_what_drops_the_first_positions_stays_refused() -> None:
     def loss(params: object, tokens: jax.Array) -> jax.Array:
         return jax_models.llama_loss(params, tokens, tokens[:, :-1], positions=slice(1, None))
