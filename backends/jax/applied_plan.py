@@ -207,11 +207,7 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
     draws, counts, whole_batch = dict[int, int](), Counts(), None
     if sizes.batch_rows > sizes.rows:
         twice = trace_at(2 * strategy.micro_batch_size)
-        counts = Counts()
-        if not takes_mean:
-            counts = weighting_of_micro_batches(trace_at, strategy.micro_batch_size, shares)
-            sizes_of_model = {size for spec in (*loss_function.parameters, *specs) for size in spec.shape}
-            check_samples_apart(trace_at, strategy.micro_batch_size, sizes_of_model)
+        counts = Counts() if takes_mean else _weighting(trace_at, strategy.micro_batch_size, shares, loss_function)
         draws = draws_of_samples(trace.flat, twice.flat)
     if counts.totals:
         whole_batch = _whole_batch(counts, trace, trace_at(sizes.batch_rows), draws)
@@ -257,6 +253,19 @@ def _context(trace: TracedLoss, has_sequence: Sequence[bool], cp: int) -> tuple[
     inputs = sequence_inputs(trace, of_trace, cp)
     are_parts = tuple(form is SequenceInput.PART for form in inputs[: len(has_sequence)])
     return are_parts, loss_of_context(trace, inputs, cp)
+
+
+def _weighting(
+    trace_at: Callable[[int], TracedLoss],
+    micro_batch_size: int,
+    shares: tuple[BatchShare, ...],
+    loss_function: LossFunction,
+) -> Counts:
+    """How the losses of microbatches make up that of the batch; raises PlanError for a loss that mixes samples."""
+    counts = weighting_of_micro_batches(trace_at, micro_batch_size, shares)
+    arrays = (*loss_function.parameters, *loss_function.batch.specs)
+    check_samples_apart(trace_at, micro_batch_size, {size for spec in arrays for size in spec.shape})
+    return counts
 
 
 def _whole_batch(counts: Counts, micro_batch: TracedLoss, whole: TracedLoss, draws: Mapping[int, int]) -> WholeBatch:
