@@ -252,6 +252,8 @@ class Choices:
             if key in strategy
         }
         changes |= {key: strategy[key] for key in ("expert_tp", "sequence_parallel", "stages") if key in strategy}
+        if strategy.get("expert_tp", 1) != 1 and "tp" not in strategy:
+            changes["tp"] = (strategy["expert_tp"],)
         if "recompute" in strategy:
             modes = strategy["recompute"]
             assert isinstance(modes, tuple)
@@ -461,10 +463,10 @@ def _check_groups(settled: Mapping[str, object]) -> None:
 def _check_experts(settled: Mapping[str, object]) -> None:
     """Raise QuestionError where experts are cut over another number of devices than layers are."""
     expert_tp, tp = settled.get("expert_tp"), settled.get("tp")
-    if expert_tp is not None and (tp == 1 or not isinstance(tp, int) or expert_tp not in (1, tp)):
+    if expert_tp is not None and tp is not None and (tp == 1 or expert_tp not in (1, tp)):
         raise QuestionError(
-            f"strategy has expert_tp {expert_tp} and tp {tp or 'left open'}; expected 1 (whole experts, divided over "
-            "the tp devices) or the same as tp (each expert cut over them), beside a tp above 1."
+            f"strategy has expert_tp {expert_tp} and tp {tp}; expected 1 (whole experts, divided over the tp devices) "
+            "or the same as tp (each expert cut over them), beside a tp above 1."
         )
 
 

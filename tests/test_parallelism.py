@@ -48,6 +48,10 @@ def test_experts_are_cut_over_all_tp_devices_or_none() -> None:
         Parallelism(tp=4, expert_tp=2)
 
 
+def test_experts_that_are_cut_say_over_how_many_devices_layers_are_split() -> None:
+    assert [Choices(tp=(1, 2, 4)).within({"expert_tp": each}).tp for each in (1, 4)] == [(1, 2, 4), (4,)]
+
+
 def test_a_zero_stage_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match=r"zero is 4; expected one of \(0, 1, 2, 3\)"):
         Parallelism(zero=4)
@@ -107,7 +111,7 @@ def test_a_strategy_is_read_back_from_its_document(strategy: Parallelism) -> Non
         ({"dp": 2, "cp": 3, "ep": 4}, "ep 4, which does not divide dp x cp, 2 x 3. The nearest that do: 3, 6"),
         ({"dp": 4, "tp": 2, "ep": 8}, "over 8 of the dp x cp x tp devices are ep 4 with expert_tp 1"),
         ({"tp": 4, "expert_tp": 2}, "expert_tp 2 and tp 4; expected 1 .* or the same as tp"),
-        ({"expert_tp": 1}, "expert_tp 1 and tp left open"),
+        ({"tp": 1, "expert_tp": 1}, "expert_tp 1 and tp 1; expected .* beside a tp above 1"),
         ({"shard": 1}, "shard 1; expected a whole number of at least 2 that divides dp x cp, or 'all'"),
         ({"shard": "some"}, "shard 'some'; expected a whole number"),
         ({"shard": 8, "zero": 0}, "shard 8 and zero 0, which shards nothing"),

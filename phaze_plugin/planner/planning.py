@@ -320,7 +320,7 @@ def _axes_not_run(question: Question, runs: Capabilities) -> list[str]:
         if fixed.get(name, 1) != 1 and not is_run:
             wrong.append(f"{name} {fixed[name]} (it runs {name} 1)")
     if fixed.get("expert_tp") == 1 and runs.cuts_experts:
-        wrong.append(f"expert_tp 1 (it runs expert_tp {fixed['tp']})")
+        wrong.append("expert_tp 1 (it cuts every expert over the tp devices)")
     offload = fixed.get("offload", Offload.NONE)
     if offload not in runs.offloads:
         wrong.append(f"offload {offload} (it runs {', '.join(sorted(runs.offloads))})")
