@@ -42,6 +42,7 @@ def checked_model(plan: Plan, model: object) -> torch.nn.Module:
         )
     _check_hooks(plan, model)
     _check_types(model)
+    _say_router_losses(plan, model)
     _run_uncompiled(plan, model)
     _leave_recompute_to_plan(plan, model)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -80,9 +81,14 @@ def _check_hooks(plan: Plan, model: torch.nn.Module) -> None:
 
 
 def _check_types(model: torch.nn.Module) -> None:
-    """Refuse trained parameters of several types, of which FSDP2 holds one in a group."""
+    """Refuse trained parameters of several types, of which FSDP2 holds one in a group, and those without dimensions."""
     first: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise PlanError(
+                f"parameter {name!r} is a scalar, which FSDP2 does not hold; make it a tensor of one element "
+                "(`torch.nn.Parameter(value.reshape(1))`)."
+            )
         if parameter.requires_grad:
             first.setdefault(parameter.dtype, name)
     if len(first) > 1:
@@ -90,6 +96,20 @@ def _check_types(model: torch.nn.Module) -> None:
         raise PlanError(
             f"trained parameters have several types ({listed}), and FSDP2 takes one; convert the model to one of them "
             "(`model.float()`): forward computes in the plan's precision anyway. Frozen ones may have another."
+        )
+
+
+def _say_router_losses(plan: Plan, model: torch.nn.Module) -> None:
+    """Say that the auxiliary losses of Hugging Face's mixtures are no means over samples: each part has its own."""
+    config = getattr(model, "config", None)
+    is_added = getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0)
+    copies = plan.strategy.dp
+    micro_batches = plan.question.global_batch_size // (copies * plan.strategy.micro_batch_size)
+    if is_added and copies * micro_batches > 1:
+        warnings.warn(
+            f"the loss of routers (`router_aux_loss_coef`) is that of each of {copies} copies and {micro_batches} "
+            "microbatches by itself, as under gradient accumulation; one process takes it of the whole batch.",
+            stacklevel=2,
         )
 
 

@@ -34,6 +34,7 @@ from phaze.frontends.torch.fake_model import (
     make_fake_model,
 )
 from phaze.frontends.torch.repeated_blocks import capture_repeated, find_containers
+from phaze.frontends.torch.routed_experts import mark_routed_experts
 from phaze.frontends.torch.translate import translate_capture
 from phaze.frontends.torch.trial_run import OperatorShapes, TrialRun, run_trial
 from phaze.ir import Graph
@@ -130,7 +131,8 @@ def _import_with_free_batch(task: _Import) -> Graph | None:
         graph = task.graph(task.capture(loss_call, trial), first)
         if any(first in (len(op.inputs), len(op.outputs)) for op in graph.ops):  # a list with a tensor for each sample
             return None
-        return refine_factors(graph, first).with_micro_batch(size)
+        refined = refine_factors(graph, first)
+        return mark_routed_experts(refined, task.fake.module).with_micro_batch(size)
     except (GraphError, ImportModelError, *_FORWARD_ERRORS):  # raised again, and explained, at the caller's own size
         return None
 

@@ -64,7 +64,7 @@ def _sent(op: Op) -> tuple[Piece, Piece, Piece | None] | None:
     if not isinstance(dim, int):
         return None
     pieces = pieces_of(op.rule, op.rule.results[0])
-    experts = [piece for _, piece in pieces if piece[0] == dim]
+    experts = [piece for name, piece in pieces if piece[0] == dim and not op.rule.factor(name).is_batch]
     batch = [piece for name, piece in pieces if op.rule.factor(name).is_batch]
     return (experts[0], batch[0], None) if len(experts) == 1 == len(batch) else None
 
@@ -80,8 +80,9 @@ def slice_experts(graph: Graph, ep: int, imbalance: float = 1.0) -> Graph:
     if not counts:
         raise ShardError(
             f"model {graph.name!r} has no experts that ep={ep} could divide: no op of it dispatches tokens. Use ep=1; "
-            "a mixture that was captured from its code sorts tokens in ways that are not recognised: plan it from its "
-            "config (for Hugging Face models model.config.to_dict()), which names the same parameters."
+            "a mixture that was captured from its code is recognised by modules that take tokens, chosen experts and "
+            "weights, with parameters that count experts first: plan others from their config (for Hugging Face models "
+            "model.config.to_dict()), which names the same parameters."
         )
     for name, count in counts.items():
         if count % ep:
@@ -95,6 +96,7 @@ class _Regions:
     """The ops of experts: those behind the sending of tokens, up to the ops that do not keep experts apart.
 
     Attributes:
+        views: what is made of parameters alone.
         inside: the ids of these ops.
         made: the tensors that they make, and those that are sent.
         places: where experts, samples and rows lie in each tensor between the two exchanges.
@@ -102,6 +104,7 @@ class _Regions:
 
     def __init__(self, forward: tuple[Op, ...], tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
+        self.views = self._views_of_parameters(forward)
         self.inside: set[str] = set()
         self.made: set[str] = set()
         sent = {op.outputs[0]: places for op in forward if (places := _sent(op)) is not None}
@@ -114,11 +117,30 @@ class _Regions:
             elif not self.made.isdisjoint(op.inputs) and self._keeps_experts_apart(op, known):
                 self.inside.add(op.id)
                 self.made.update(op.outputs)
+        self._take_views(forward)
         members = [op for op in forward if op.id in self.inside]
         self.places: list[Pieces] = [
             follow_pieces(members, {name: {piece} for name, places in sent.items() if (piece := places[kind])})
             for kind in range(3)
         ]
+
+    def _views_of_parameters(self, forward: tuple[Op, ...]) -> set[str]:
+        """What is made of parameters alone, such as their transposes."""
+        made = {tensor.id for tensor in self.tensors.values() if tensor.role is Role.PARAMETER}
+        parameters = set(made)
+        for op in forward:
+            if op.inputs and made.issuperset(op.inputs):
+                made.update(op.outputs)
+        return made - parameters
+
+    def _take_views(self, forward: tuple[Op, ...]) -> None:
+        """Count the ops among those of experts that make what these read of parameters alone."""
+        wanted = {name for op in forward if op.id in self.inside for name in op.inputs} & self.views
+        for op in reversed(forward):
+            if not wanted.isdisjoint(op.outputs):
+                self.inside.add(op.id)
+                self.made.update(op.outputs)
+                wanted.update(self.views.intersection(op.inputs))
 
     def _keeps_experts_apart(self, op: Op, known: list[Pieces]) -> bool:
         """Whether experts and samples are dimensions of all that an op makes, and of all that it is given with both.
@@ -133,7 +155,7 @@ class _Regions:
         others = [
             dims
             for name, dims in zip(op.inputs, op.rule.operands, strict=True)
-            if name not in self.made and self.tensors[name].role is None
+            if name not in self.made and self.tensors[name].role is None and name not in self.views
         ]
         held = [[not names[kind].isdisjoint(factor_names(dims)) for kind in (0, 1)] for dims in others]
         if any(has_experts != has_batch for has_experts, has_batch in held):

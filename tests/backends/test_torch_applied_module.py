@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -207,6 +208,20 @@ def test_what_arranging_would_lose_is_refused_by_name(data_parallel: phaze.Plan)
     model = build_model("uncut")
     model.head.bfloat16()
     with pytest.raises(PlanError, match=r"several types \('words.weight' is torch.float32, 'head.weight' is"):
+        data_parallel.apply(model)
+    model = build_model("uncut")
+    model.scale = torch.nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(PlanError, match=r"parameter 'scale' is a scalar, .* a tensor of one element"):
+        data_parallel.apply(model)
+
+
+def test_losses_of_routers_that_are_taken_in_parts_are_said(alone: None, data_parallel: phaze.Plan) -> None:
+    model = build_model("uncut")
+    model.config = SimpleNamespace(output_router_logits=True, router_aux_loss_coef=0.01)
+    with (
+        pytest.warns(UserWarning, match="the loss of routers .* of each of 2 copies and 2 microbatches by itself"),
+        pytest.raises(PlanError, match="takes 2 processes"),
+    ):
         data_parallel.apply(model)
 
 

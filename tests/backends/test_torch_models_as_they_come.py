@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from oracles.traffic_count import planned_exchanges, planned_traffic
-from torch_plans import described, imported, planned
+from torch_plans import imported, planned
 from torch_rank_cases import Answers, Strategy, check_equality, run_strategies
 
 CASES: dict[str, Strategy] = {
@@ -137,6 +137,6 @@ def test_every_training_loop_trains_as_in_one_process(tmp_path: Path, world: int
 
 
 def test_experts_exchange_the_planned_bytes(answers: Answers) -> None:
-    expected = planned_exchanges(planned("mixtral", 2, CASES["mixtral ep2"]), described("mixtral"))
+    expected = planned_exchanges(planned("mixtral", 2, CASES["mixtral ep2"]), imported("mixtral"))
     sent = [live["exchanged"] for live in answers("mixtral ep2")["live"]]  # more where more tokens go
     assert sum(sent) / len(sent) == pytest.approx(expected, rel=0.05)

@@ -22,7 +22,7 @@ def imported(kind: str) -> Graph:
 
 @functools.cache
 def described(kind: str) -> Graph:
-    """The graph that a model's config describes: it knows experts, which a captured one does not."""
+    """The graph that a model's config describes: it says of tokens which experts take them, and sorts nothing."""
     document = {**build_model(kind).config.to_dict(), "model_type": build_model(kind).config.model_type}
     return phaze.import_graph(document, sequence_length=LENGTH)
 
@@ -55,9 +55,9 @@ def completed(world: int, strategy: Mapping[str, object]) -> dict[str, object]:
 
 
 def _needs_config(kind: str, strategy: Mapping[str, object]) -> bool:
-    """Whether experts must be known, which captured graphs do not know; mixtures but Mixtral are slow to capture."""
-    splits_experts = strategy.get("ep", 1) != 1 or strategy.get("cp", 1) != 1
-    return kind.startswith(("qwen2-moe", "deepseek", "gpt-oss")) or (kind.startswith("mixtral") and splits_experts)
+    """Whether a captured graph does not do: contexts cannot sort tokens; mixtures but Mixtral are slow to capture."""
+    is_slow = kind.startswith(("qwen2-moe", "deepseek", "gpt-oss"))
+    return is_slow or (kind.startswith("mixtral") and strategy.get("cp", 1) != 1)
 
 
 @functools.cache

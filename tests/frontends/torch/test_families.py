@@ -11,6 +11,7 @@ import phaze
 from phaze.frontends.named_models import NAMED_CONFIGS
 from phaze.ir import Graph, OpKind
 from phaze.ir.backward import derive_backward
+from phaze.shard.expert_slicing import expert_dims
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,9 @@ def test_the_config_of_the_model_gives_the_same_counts(imported: Imported) -> No
 
 def test_experts_split_rows_by_expert_so_that_experts_can_be_spread() -> None:
     family = models.FAMILIES["mixtral"]
-    graph = phaze.import_graph(family.build(), family.inputs())
+    model = family.build()
+    graph = phaze.import_graph(model, family.inputs())
+    assert expert_dims(graph) == {name: 0 for name, _ in model.named_parameters() if ".experts." in name}
     experts = [op for op in graph.layers[1].forward if op.origin == "aten._grouped_mm"]
     assert [str(op.rule).partition("|")[0] for op in experts] == [
         "(d0 b0) d1, d0 d1 (d2 d3) -> (d0 b0) (d2 d3) ",
