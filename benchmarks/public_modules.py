@@ -134,7 +134,7 @@ def _computation_flops(module: HloModule, computation: Computation) -> float:
     shapes = {instruction.name: instruction for instruction in computation.instructions}
     for instruction in computation.instructions:
         if instruction.opcode in ("dot", "convolution"):
-            total += _instruction_flops(instruction, [shapes[name] for name in instruction.operands])
+            total += instruction_flops(instruction, [shapes[name] for name in instruction.operands])
         if instruction.opcode in ("while", "conditional"):
             raise LookupError(instruction.opcode)
         called = instruction.attributes.get("calls") or instruction.attributes.get("to_apply", "")
@@ -143,7 +143,7 @@ def _computation_flops(module: HloModule, computation: Computation) -> float:
     return total
 
 
-def _instruction_flops(instruction: Instruction, operands: list[Instruction]) -> float:
+def instruction_flops(instruction: Instruction, operands: list[Instruction]) -> float:
     """HloCostAnalysis of a module of one instruction."""
     sizes = [list(operand.shape.dims) for operand in operands]
     given = dict(instruction.attributes)

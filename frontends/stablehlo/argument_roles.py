@@ -160,17 +160,24 @@ def _unseen_forward(
     It is a step where new values of arguments are computed from these element by element, and from gradients that all
     depend on products which read most of these arguments.
     """
-    arguments = frozenset(tensor_id for value in run.arguments for tensor_id in _ids(value))
     arrays = {a: r for a, r in pairs.items() if run.arguments[a].shape and run.arguments[a].dtype.is_float}
     updated = {a: r for a, r in arrays.items() if _reads(dataflow, results[r], set(_ids(run.arguments[a])))}
-    found = [find_gradient(dataflow, tensor_id, arguments) for r in updated.values() for tensor_id in results[r]]
-    forward = forward_of_gradients(dataflow, [gradient for gradient in found if gradient is not None])
+    forward = _forward_of_updates(run, dataflow, results, updated)
     read = dataflow.read_by(forward)
     is_read = [bool(set(_ids(run.arguments[argument])) & read) for argument in updated]
     has_products = any(op.kind.is_matrix for op in dataflow.ops if op.id in forward)
     if not has_products or sum(is_read) * MOST_STATES_EACH < len(updated):
         return set(), ()
     return forward, ("the step does not return its loss: what all gradients depend on counts as the forward",)
+
+
+def _forward_of_updates(
+    run: SymbolicRun, dataflow: Dataflow, results: Sequence[Sequence[str]], updated: Mapping[int, int]
+) -> set[str]:
+    """The ops that the gradients behind the new values of arguments have in common; `updated` has their results."""
+    arguments = frozenset(tensor_id for value in run.arguments for tensor_id in _ids(value))
+    found = [find_gradient(dataflow, tensor_id, arguments) for r in updated.values() for tensor_id in results[r]]
+    return forward_of_gradients(dataflow, [gradient for gradient in found if gradient is not None])
 
 
 def _returned_data(
@@ -221,12 +228,25 @@ def _is_scalar_or_key(value: Value) -> bool:
 
 
 def _find_loss(run: SymbolicRun, dataflow: Dataflow, results: Sequence[Sequence[str]]) -> int | None:
-    """The result that is the loss; a scalar that depends on no product is taken only where there is no other."""
+    """The result that is the loss; a scalar that depends on no product is taken only where there is no other.
+
+    One that is called so goes first. Where none is, and new values of arguments tell the gradients, it is no metric of
+    these (the norm of all gradients): what it is made of made every gradient, and of such results it has most products.
+    """
     scalars = [i for i, value in enumerate(run.results) if not value.shape and value.dtype.is_float and results[i]]
     named = [index for index in scalars if "loss" in run.function.results[index].name.lower()]
+    named.sort(key=lambda index: path_keys(run.function.results[index].name)[-1:] != ("loss",))
     matrix = {op.id for op in dataflow.ops if op.kind.is_matrix}
-    computed = [index for index in (*named, *scalars) if dataflow.ancestors(results[index]) & matrix]
-    return computed[0] if computed else scalars[0] if scalars else None
+    products = {index: dataflow.ancestors(results[index]) & matrix for index in (*named, *scalars)}
+    computed = [index for index, product_ids in products.items() if product_ids]
+    if not computed:
+        return scalars[0] if scalars else None
+    if computed[0] in named or len({len(products[index]) for index in computed}) == 1:
+        return computed[0]
+    updated = {argument: result for argument, result in run.aliases if run.arguments[argument].shape}
+    forward = _forward_of_updates(run, dataflow, results, updated)
+    made_forward = [index for index in computed if products[index] <= forward]
+    return max(made_forward, key=lambda index: len(products[index]), default=computed[0])
 
 
 def _pairs(run: SymbolicRun, names: Sequence[str], loss: int | None) -> dict[int, int]:

@@ -34,6 +34,7 @@ _ARITHMETIC: dict[str, Callable[..., Number]] = {
     "maximum": max,
     "minimum": min,
     "negate": operator.neg,
+    "square": lambda number: number * number,
     "abs": abs,
     "and": operator.and_,
     "or": operator.or_,

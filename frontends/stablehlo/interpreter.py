@@ -11,7 +11,7 @@ Operations that run others (calls, loops, branches, groups of a compiler) stand 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from phaze.errors import GraphError, ImportModelError
@@ -73,8 +73,8 @@ class Loop:
 class SymbolicRun:
     """What a run of `main` gives: its ops in the recorder, the symbols of its arguments and results, and its loops.
 
-    `sliced` has the arguments that the trips of a loop read slot by slot, `aliases` the pairs of arguments and results
-    that are written over them.
+    `sliced` has the arguments that the trips of a loop read slot by slot, with the dimension that they take apart,
+    `aliases` the pairs of arguments and results that are written over them.
     """
 
     recorder: Recorder
@@ -82,7 +82,7 @@ class SymbolicRun:
     arguments: Values
     results: Values
     loops: tuple[Loop, ...]
-    sliced: frozenset[int]
+    sliced: Mapping[int, int]
     aliases: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -102,11 +102,14 @@ def slot_name(name: str, index: int) -> str:
     return f"{name}[{index}]"
 
 
-def run_main(module: Module, names: Sequence[str], stacked: Collection[int] = ()) -> SymbolicRun:
-    """Run `main`. `names` are those of its arguments, `stacked` the indices of the arguments to take apart."""
+def run_main(module: Module, names: Sequence[str], stacked: Mapping[int, int] | None = None) -> SymbolicRun:
+    """Run `main`. `names` are those of its arguments, `stacked` the arguments to take apart, and along what dimension.
+
+    Both are counted from 0.
+    """
     function = module.main
     interpreter = Interpreter(module, names)
-    arguments = tuple(interpreter.argument(index, function, stacked) for index in range(len(function.arguments)))
+    arguments = tuple(interpreter.argument(index, function, stacked or {}) for index in range(len(function.arguments)))
     results = interpreter.run(function.body, arguments, Scope())
     return SymbolicRun(
         recorder=interpreter.recorder,
@@ -114,7 +117,7 @@ def run_main(module: Module, names: Sequence[str], stacked: Collection[int] = ()
         arguments=arguments,
         results=results,
         loops=tuple(interpreter.loops),
-        sliced=frozenset(interpreter.sliced),
+        sliced=interpreter.sliced,
         aliases=module.aliases,
     )
 
@@ -127,14 +130,14 @@ class Interpreter:
         self.names = names
         self.recorder = Recorder(module.name)
         self.loops: list[Loop] = []
-        self.sliced: set[int] = set()
+        self.sliced: dict[int, int] = {}
         self._operation_count = 0
         self._depth = 0
         self._trips: list[Trip] = []
         self._argument_of: dict[str, int] = {}
         self.joined_loops: list[JoinedTrips] = []
 
-    def argument(self, index: int, function: Function, stacked: Collection[int]) -> Value:
+    def argument(self, index: int, function: Function, stacked: Mapping[int, int]) -> Value:
         """The symbol of an argument of `main`: a tensor, or a stack of them."""
         kind = function.arguments[index].type
         name = self.names[index]
@@ -143,11 +146,12 @@ class Interpreter:
             return self.recorder.constant(("empty", index), kind.shape, kind.dtype)
         if index not in stacked:
             return self._tensor_argument(name, kind.shape, kind.dtype, index)
+        dim = stacked[index]
+        shape = (*kind.shape[:dim], *kind.shape[dim + 1 :])
         slots = tuple(
-            self._tensor_argument(slot_name(name, slot), kind.shape[1:], kind.dtype, index)
-            for slot in range(kind.shape[0])
+            self._tensor_argument(slot_name(name, slot), shape, kind.dtype, index) for slot in range(kind.shape[dim])
         )
-        return Stack(slots, kind.shape, kind.dtype)
+        return Stack(slots, kind.shape, kind.dtype, dim=dim)
 
     def _tensor_argument(self, name: str, shape: tuple[int, ...], dtype: DType, index: int) -> Tensor:
         tensor_id = self.recorder.builder.argument(name, shape, Role.OTHER, dtype)
@@ -252,8 +256,10 @@ class Interpreter:
         if not part or part != (1, *source.shape[1:]) or source.shape[0] == 1:
             return
         self.loops[self._trips[-1].loop].takes_slots = True
-        if isinstance(source, Tensor) and source.id in self._argument_of:
-            self.sliced.add(self._argument_of[source.id])
+        if isinstance(source, Tensor):
+            origin = self.recorder.origin(source.id, 0, self._argument_of)
+            if origin is not None:
+                self.sliced[self._argument_of[origin[0]]] = origin[1]
         if isinstance(source, Stack):
             self._note_stack_access(source, start.value, is_read=name == "dynamic_slice")
 
@@ -264,7 +270,7 @@ class Interpreter:
         if not is_read:
             return
         first = source.slots[0]
-        if isinstance(first, Tensor) and first.id in self._argument_of:
+        if isinstance(first, Tensor) and self.recorder.is_made_of(first.id, self._argument_of):
             loop.reads_arguments = True
         if source.loop is not None and source.loop != trip.loop and loop.follows is None:
             loop.follows = source.loop
@@ -288,7 +294,7 @@ class Interpreter:
         finally:
             self._trips.pop()
         return tuple(
-            Stack(value.slots, value.shape, value.dtype, trip.loop)
+            replace(value, loop=trip.loop)
             if isinstance(value, Stack) and value.slots != (slots_before[i] if i < len(slots_before) else None)
             else value
             for i, value in enumerate(results)

@@ -65,7 +65,7 @@ def run_loop(interpreter: Interpreter, op: Operation, values: Values, scope: Sco
         known = _assumed_trips(interpreter, known)
         if known == 1:
             return interpreter.run(body, values, scope, environment)
-    number, start, sliced = interpreter.new_loop(), len(interpreter.recorder.builder.ops), set(interpreter.sliced)
+    number, start, sliced = interpreter.new_loop(), len(interpreter.recorder.builder.ops), dict(interpreter.sliced)
     operations = interpreter.operation_count
     after = interpreter.run_trip(Trip(number, 0), body, values, scope, environment)
     operations = max(1, interpreter.operation_count - operations)

@@ -5,6 +5,7 @@ This file runs where jaxlib is: in the user's process for JAX models, in the par
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -209,7 +210,10 @@ def _groups(attribute: ir.Attribute) -> Attribute:
 
 
 def _elements(attribute: ir.DenseElementsAttr) -> dict[str, Any]:
-    """The contents of a constant: `splat` where all elements are equal, `values` of few integers, else the `size`."""
+    """The contents of a constant: `splat` where all elements are equal, `values` of few integers, else the `size`.
+
+    Beside the size stands what tells the contents of two constants apart.
+    """
     if attribute.is_splat:
         try:
             value = attribute.get_splat_value().value
@@ -219,7 +223,11 @@ def _elements(attribute: ir.DenseElementsAttr) -> dict[str, Any]:
     size = len(attribute)
     if size <= MOST_ELEMENTS and isinstance(attribute, ir.DenseIntElementsAttr):
         return {"values": [int(value) for value in attribute]}
-    return {"size": size}
+    try:
+        contents = memoryview(attribute)  # type: ignore[arg-type]
+    except (BufferError, ValueError) as error:  # a type that Python has no buffer of
+        raise TypeError(str(attribute.type)) from error
+    return {"size": size, "text": hashlib.blake2b(contents.tobytes(), digest_size=8).hexdigest()}
 
 
 def _field(text: str) -> Attribute:

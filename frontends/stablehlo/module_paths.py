@@ -14,6 +14,7 @@ is a layer each.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -174,6 +175,11 @@ def _containers(paths: Mapping[str, Path], ops: Sequence[Op]) -> frozenset[str]:
     return with_equal_children or frozenset(container for container, count in child_counts.items() if count > 1)
 
 
+def _is_loop(container: str) -> bool:
+    """Whether the numbered children of a container are trips; no scope has this word, which control flow has."""
+    return re.fullmatch(r"(.*\.)?scan\d*", container) is not None
+
+
 def _forward_anchors(learned: Mapping[str, Path], forward: Sequence[Op], paths: Mapping[str, Path]) -> dict[str, str]:
     """Groups by scope where scopes tell at least two modules with parameters apart, else by parameter."""
     reading = [op for op in forward if any(tensor_id in learned for tensor_id in op.inputs)]
@@ -182,6 +188,8 @@ def _forward_anchors(learned: Mapping[str, Path], forward: Sequence[Op], paths: 
     for known_paths, ops in ((paths, forward), (by_parameter, reading)):
         containers = _containers(known_paths, ops)
         groups = {op.id: _group(known_paths[op.id], containers) for op in ops}
+        if containers and all(map(_is_loop, containers)):
+            return groups  # every op of a loop says so: what stands between two loops is in none
         numbered = {op_id: group for op_id, group in groups.items() if group}
         if len({groups[op.id] for op in reading} - {OUTSIDE}) > 1:
             break

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from phaze.errors import GraphError, ImportModelError
 from phaze.frontends.stablehlo.module import Attribute as ModuleAttribute
@@ -45,6 +46,8 @@ __all__ = [
 
 Shape = tuple[int, ...]
 
+Item = TypeVar("Item")
+
 Number = bool | int | float
 
 CONSTANT_PREFIX = "constant."
@@ -56,6 +59,10 @@ MOST_OPS = 200_000
 It bounds the memory and time of an import. The largest known models have tens of thousands; a module with more has
 loops over time, not over layers.
 """
+
+
+_SEEN_THROUGH = (OpKind.VIEW, OpKind.COPY, OpKind.ELEMENTWISE)
+"""Kinds of ops with one operand whose slots are those of the operand: transposed, cast or annotated parameters."""
 
 
 class Unsupported(Exception):  # noqa: N818 - a signal between rules and the interpreter, never seen by users
@@ -99,15 +106,26 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A tensor taken apart along its first dimension. `loop` is the loop whose trips write its slots, if there is one.
+    """A tensor taken apart along one dimension, `dim`. `loop` is the loop whose trips write its slots, if there is one.
 
     A scan over layers reads its stacked parameters slot by slot; kept apart, each layer has parameters of its own.
+    Programs stack on any dimension, and transpose what a scan reads.
     """
 
     slots: tuple[Value, ...]
     shape: Shape
     dtype: DType
     loop: int | None = None
+    dim: int = 0
+
+    @property
+    def slot_shape(self) -> Shape:
+        """The shape of one slot."""
+        return self.without(self.shape)
+
+    def without(self, shape: tuple[Item, ...]) -> tuple[Item, ...]:
+        """A list for all dimensions, such as a shape, for those of a slot."""
+        return (*shape[: self.dim], *shape[self.dim + 1 :])
 
 
 Value = Tensor | Constant | Broadcast | Stack
@@ -158,6 +176,7 @@ class Recorder:
         self._keys: dict[str, tuple[object, object]] = {}
         self._unique = itertools.count()
         self._op_counts: dict[str, int] = {}
+        self._producers: dict[str, Op] = {}
 
     def note(self, text: str) -> None:
         """Count something that a reader should know of."""
@@ -171,6 +190,30 @@ class Recorder:
         whole_key = ("splat", value, shape, dtype) if value is not None else (key, shape, dtype)
         number = self._constant_numbers.setdefault(whole_key, len(self._constant_numbers))
         return Constant(number, shape, dtype, value)
+
+    def origin(self, tensor_id: str, dim: int, arguments: Collection[str]) -> tuple[str, int] | None:
+        """The argument that a tensor is, seen through views and element by element, and what its dimension is there.
+
+        None where it is made of anything else.
+        """
+        while tensor_id not in arguments:
+            op = self._producers.get(tensor_id)
+            if op is None or len(op.inputs) != 1 or len(op.outputs) != 1 or op.kind not in _SEEN_THROUGH:
+                return None
+            source = op.rule.operands[0]
+            if op.rule.results[0][dim] not in source:
+                return None
+            tensor_id, dim = op.inputs[0], source.index(op.rule.results[0][dim])
+        return tensor_id, dim
+
+    def is_made_of(self, tensor_id: str, arguments: Collection[str]) -> bool:
+        """Whether a tensor is one of the arguments, seen through views and element by element."""
+        while tensor_id not in arguments:
+            op = self._producers.get(tensor_id)
+            if op is None or len(op.inputs) != 1 or op.kind not in _SEEN_THROUGH:
+                return False
+            tensor_id = op.inputs[0]
+        return True
 
     def unique(self) -> int:
         """A number that was not given before."""
@@ -188,9 +231,9 @@ class Recorder:
             return self.emit(OpKind.VIEW, "expand", rule, (source,), (value.dtype,), scope, "broadcast_in_dim")[0]
         slots = tuple(self.id(slot, scope) for slot in value.slots)
         dims = tuple(Dim((f"d{index}",)) for index in range(len(value.shape) - 1))
-        factors = tuple(Factor(f"d{index}", size) for index, size in enumerate(value.shape[1:]))
+        factors = tuple(Factor(f"d{index}", size) for index, size in enumerate(value.slot_shape))
         count = Factor("c", len(slots), FactorKind.WHOLE)
-        rule = Rule((dims,) * len(slots), ((Dim(("c",)), *dims),), (count, *factors))
+        rule = Rule((dims,) * len(slots), ((*dims[: value.dim], Dim(("c",)), *dims[value.dim :]),), (count, *factors))
         return self.emit(OpKind.COPY, "stack", rule, slots, (value.dtype,), scope, "concatenate")[0]
 
     def tensor(self, value: Value, scope: Scope) -> Tensor:
@@ -273,6 +316,7 @@ class Recorder:
             attributes=dict(given),
         )
         self._keep_if_valid(results, scope)
+        self._producers.update(dict.fromkeys(results, self.builder.ops[-1]))
         self._results_by_key[key] = results
         self._keys[self.builder.ops[-1].id] = (key, None)
         self._find_repeat(computation, inputs, is_barrier=function == "barrier")
@@ -288,6 +332,7 @@ class Recorder:
                 del self._first_by_key[first_key]
             for tensor_id in op.outputs:
                 self._first_equal.pop(tensor_id, None)
+                self._producers.pop(tensor_id, None)
                 self._reshaped_from.pop(tensor_id, None)
         for view in [view for view, source in self._reshaped_from.items() if source in gone]:
             del self._reshaped_from[view]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from phaze.errors import ImportModelError
@@ -92,7 +92,8 @@ def build_graph(
     if is_shuffled:
         graph = replace(graph, ops=tuple(_forward_first(sorted_by_depth(graph.ops))))
     refined = refine_factors(split_tied_gradients(graph), batch_size)
-    stacked_tensors = {name for op in refined.ops if op.id in run.stacking for name in op.outputs}
+    stacking = run.stacking
+    stacked_tensors = {name for op in refined.ops if op.id in stacking for name in op.outputs}
     graph = fuse_vector_ops(minimize_saved_bytes(refined, stacked_tensors))
     graph = replace(graph, saved=saved_activations(graph))
     # Backward by rule follows the joined ops: gradients of ops that were joined afterwards would lose their forward op.
@@ -119,8 +120,9 @@ def _of_all_devices(
     parts: dict[str, tuple[int, ...]] = {}
     for argument, tiles in zip(run.arguments, argument_tiles(module), strict=True):
         for tensor in tensors_of((argument,)) if tiles is not None else ():
-            # Of a stacked argument each slot has the dimensions behind the first.
-            parts[tensor.id] = tiles.parts[len(tiles.parts) - len(tensor.shape) :] if tiles is not None else ()
+            # Of a stacked argument each slot has the other dimensions.
+            whole = tiles.parts if tiles is not None else ()
+            parts[tensor.id] = argument.without(whole) if isinstance(argument, Stack) else whole
     try:
         whole = whole_program(graph, parts)
         notes.append(f"partitioned over {module.partitions} devices; made whole again by the shardings of arguments")
@@ -144,12 +146,17 @@ def _with_scalar_loss(run: SymbolicRun, roles: ModuleRoles) -> SymbolicRun:
     return replace(run, results=tuple(results))
 
 
-def _stacked_arguments(run: SymbolicRun, roles: ModuleRoles) -> set[int]:
-    """Parameters that the trips of a loop read slot by slot, and the optimizer state that goes with them."""
-    parameters = {index for index in run.sliced if roles.arguments[index] is Role.PARAMETER}
-    shapes = {run.arguments[index].shape for index in parameters}
-    states = (index for index, role in enumerate(roles.arguments) if role is Role.OPTIMIZER_STATE)
-    return parameters | {index for index in states if run.arguments[index].shape in shapes}
+def _stacked_arguments(run: SymbolicRun, roles: ModuleRoles) -> dict[int, int]:
+    """Parameters that the trips of a loop read slot by slot, and the optimizer state that goes with them.
+
+    Each with the dimension that is taken apart.
+    """
+    stacked = {index: dim for index, dim in run.sliced.items() if roles.arguments[index] is Role.PARAMETER}
+    dims = {run.arguments[index].shape: dim for index, dim in stacked.items()}
+    for index, role in enumerate(roles.arguments):
+        if role is Role.OPTIMIZER_STATE and run.arguments[index].shape in dims:
+            stacked[index] = dims[run.arguments[index].shape]
+    return stacked
 
 
 def _graph(run: SymbolicRun, roles: ModuleRoles, name: str, names: Sequence[str], batch_size: int) -> Graph:
@@ -217,7 +224,8 @@ def _gradients(run: SymbolicRun, roles: ModuleRoles) -> tuple[list[tuple[str, st
     for argument, result in roles.gradients.items():
         parameter, gradient = run.arguments[argument], run.results[result]
         if isinstance(parameter, Stack):
-            slots = gradient.slots if isinstance(gradient, Stack) else _slots(run, gradient)
+            is_apart = isinstance(gradient, Stack) and gradient.dim == parameter.dim
+            slots = gradient.slots if is_apart else _slots(run, gradient, parameter)
             matched = zip(parameter.slots, slots, strict=True)
         else:
             matched = zip((parameter,), (gradient,), strict=True)
@@ -232,23 +240,24 @@ def _gradients(run: SymbolicRun, roles: ModuleRoles) -> tuple[list[tuple[str, st
     return pairs, frozen if pairs else set()
 
 
-def _slots(run: SymbolicRun, value: Value) -> list[Value]:
-    """The slices of a whole tensor along its first dimension, as views."""
+def _slots(run: SymbolicRun, value: Value, parameter: Stack) -> list[Value]:
+    """The slices of a whole tensor along the dimension that a parameter is taken apart in, as views."""
     if isinstance(value, Constant):
-        return [value] * value.shape[0]
+        return [value] * len(parameter.slots)
     source = run.recorder.id(value, Scope())
     dims = tuple(Dim((f"d{index}",)) for index in range(len(value.shape)))
     factors = tuple(
-        Factor(f"d{i}", size, FactorKind.FREE if i else FactorKind.WHOLE) for i, size in enumerate(value.shape)
+        Factor(f"d{i}", size, FactorKind.WHOLE if i == parameter.dim else FactorKind.FREE)
+        for i, size in enumerate(value.shape)
     )
-    rule = Rule((dims,), (dims[1:],), factors)
+    rule = Rule((dims,), (parameter.without(dims),), factors)
     slots: list[Value] = []
-    for index in range(value.shape[0]):
+    for index in range(len(parameter.slots)):
         attributes = {"index": index}
         (slot,) = run.recorder.emit(
             OpKind.VIEW, "select", rule, (source,), (value.dtype,), Scope(), "slice", attributes=attributes
         )
-        slots.append(Tensor(slot, value.shape[1:], value.dtype))
+        slots.append(Tensor(slot, parameter.slot_shape, value.dtype))
     return slots
 
 
@@ -283,7 +292,7 @@ def _drop_unread(tensors: dict[str, GraphTensor], ops: Sequence[Op], outputs: Se
         del tensors[tensor_id]
 
 
-def _notes(module: Module, run: SymbolicRun, stacked: set[int], names: Sequence[str]) -> list[str]:
+def _notes(module: Module, run: SymbolicRun, stacked: Collection[int], names: Sequence[str]) -> list[str]:
     """What a reader of the graph should know: what the run noted, stacks, and shardings that are already there."""
     notes = [f"{text} ({count} times)" if count > 1 else text for text, count in run.recorder.notes.items()]
     notes += module.notes

@@ -328,7 +328,10 @@ class _Fusion:
             return None
         results = {tensor_id for op in members for tensor_id in op.outputs}
         inputs = list(dict.fromkeys(t for op in members for t in op.inputs if t not in results))
-        rule = _rule(cluster, inputs, outputs)
+        try:
+            rule = _rule(cluster, inputs, outputs)
+        except GraphError:  # more factors than a rule has: a norm over the gradients of many parameters
+            return None
         work = sum(vector_operations(op) for op in members if op.kind is not OpKind.VIEW)
         per_element = max(1, round(work / max(1, rule.work)))
         functions = [op.function for op in members]

@@ -13,9 +13,9 @@ from jax.extend.mlir import serialize_portable_artifact
 Forms = dict[str, bytes]
 
 
-def forms_of(function: Callable[..., Any], *arguments: Any) -> Forms:
+def forms_of(function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = ()) -> Forms:
     """A function lowered, written in each form; `named text` has locations, the text of `as_text` alone has none."""
-    lowered = jax.jit(function, keep_unused=True).lower(*arguments)
+    lowered = jax.jit(function, keep_unused=True, donate_argnums=donated).lower(*arguments)
     module, hlo = lowered.compiler_ir("stablehlo"), lowered.compiler_ir("hlo")
     bytecode = io.BytesIO()
     module.operation.write_bytecode(bytecode)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from phaze.frontends.stablehlo.symbols import (
     Broadcast,
     Call,
+    Constant,
     Stack,
     Tensor,
     Unsupported,
@@ -52,10 +54,27 @@ def _transpose(call: Call) -> Values:
     value = call.values[0]
     if order == tuple(range(len(order))):
         return (value,)
+    if isinstance(value, Stack):
+        inner = tuple(dim - (dim > value.dim) for dim in order if dim != value.dim)
+        slots = tuple(_transposed(call, slot, inner) for slot in value.slots)
+        return (Stack(slots, call.out_shape(), value.dtype, value.loop, order.index(value.dim)),)
+    return (_transposed(call, value, order),)
+
+
+def _transposed(call: Call, value: Value, order: tuple[int, ...]) -> Value:
+    """A value with its dimensions in this order."""
+    shape = tuple(value.shape[dim] for dim in order)
+    if order == tuple(range(len(order))):
+        return value
+    if isinstance(value, Constant):
+        return call.recorder.constant(("transpose", value.number, order), shape, value.dtype, value.value)
     if isinstance(value, Broadcast):
-        into = tuple(order.index(dim) for dim in value.into)
-        return (Broadcast(value.source, into, call.out_shape(), value.dtype),)
-    return call.emit(OpKind.VIEW, "transpose", transpose_rule(value.shape, order), call.id(0))
+        return Broadcast(value.source, tuple(order.index(dim) for dim in value.into), shape, value.dtype)
+    rule, source = transpose_rule(value.shape, order), call.recorder.id(value, call.scope)
+    (result,) = call.recorder.emit(
+        OpKind.VIEW, "transpose", rule, (source,), (value.dtype,), call.scope, call.operation.name
+    )
+    return Tensor(result, shape, value.dtype)
 
 
 def _slice(call: Call) -> Values:
@@ -64,11 +83,11 @@ def _slice(call: Call) -> Values:
     start, limit, strides = (call.integers(name) for name in ("start_indices", "limit_indices", "strides"))
     if shape == value.shape:
         return (value,)
-    if isinstance(value, Stack) and shape[1:] == value.shape[1:] and strides[0] == 1:
-        slots = value.slots[start[0] : limit[0]]
+    if isinstance(value, Stack) and value.without(shape) == value.slot_shape and strides[value.dim] == 1:
+        slots = value.slots[start[value.dim] : limit[value.dim]]
         if len(slots) == 1:
             return (call.recorder.reshape(slots[0], shape, call.scope),)
-        return (Stack(slots, shape, value.dtype, value.loop),)
+        return (replace(value, slots=slots, shape=shape),)
     x = call.id(0)
     sliced = [dim for dim, size in enumerate(shape) if size != value.shape[dim]]
     if len(sliced) == 1 and strides[sliced[0]] == 1 and shape[sliced[0]] > 1:
@@ -148,7 +167,7 @@ def _barrier(call: Call) -> Values:
             continue
         if isinstance(value, Stack):
             slots = tuple(_behind_barrier(call, slot) for slot in value.slots)
-            results.append(Stack(slots, value.shape, value.dtype, value.loop))
+            results.append(replace(value, slots=slots))
             continue
         results.append(_behind_barrier(call, value))
     return tuple(results)

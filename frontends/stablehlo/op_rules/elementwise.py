@@ -124,31 +124,37 @@ def _by_slots(call: Call) -> Stack | None:
     None where an operand is neither a stack nor the same for all slots.
     """
     shape = call.out_shape()
-    count = next(len(value.slots) for value in call.values if isinstance(value, Stack))
+    first = next(value for value in call.values if isinstance(value, Stack))
+    count, slot_shape = len(first.slots), first.without(shape)
     columns: list[list[Value]] = []
     for value in call.values:
-        if isinstance(value, Stack):
+        if isinstance(value, Stack) and value.dim == first.dim:
             columns.append(list(value.slots))
         elif isinstance(value, Constant) and value.value is not None:
-            number = call.recorder.constant("", shape[1:] if value.shape else (), value.dtype, value.value)
+            number = call.recorder.constant("", slot_shape if value.shape else (), value.dtype, value.value)
             columns.append([number] * count)
-        elif isinstance(value, Broadcast) and not value.source.shape:
-            columns.append([Broadcast(value.source, (), shape[1:], value.dtype)] * count)
+        elif not value.shape:  # the predicate of a select
+            columns.append([value] * count)
+        elif isinstance(value, Constant):
+            keys = [("slot", value.number, first.dim, index) for index in range(count)]
+            columns.append([call.recorder.constant(key, slot_shape, value.dtype) for key in keys])
+        elif isinstance(value, Broadcast) and first.dim not in value.into:
+            into = tuple(dim - (dim > first.dim) for dim in value.into)
+            columns.append([Broadcast(value.source, into, slot_shape, value.dtype)] * count)
         else:
             return None
     if any(len(column) != count for column in columns):
         return None
     operation = call.operation
-    slot_operation = replace(operation, types=(replace(operation.types[0], shape=shape[1:]),))
+    slot_operation = replace(operation, types=(replace(operation.types[0], shape=slot_shape),))
     slots: list[Value] = []
     for values in zip(*columns, strict=True):
         if all(isinstance(value, Constant) for value in values):
             key = (operation.name, tuple(value.number for value in values if isinstance(value, Constant)))
-            slots.append(call.recorder.constant(key, shape[1:], call.out_dtype()))
+            slots.append(call.recorder.constant(key, slot_shape, call.out_dtype()))
         else:
             slots.append(_elementwise(replace(call, operation=slot_operation, values=values))[0])
-    loops = [value.loop for value in call.values if isinstance(value, Stack)]
-    return Stack(tuple(slots), shape, call.out_dtype(), loops[0])
+    return Stack(tuple(slots), shape, call.out_dtype(), first.loop, first.dim)
 
 
 def _bitcast_convert(call: Call) -> Values:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from phaze.frontends.stablehlo.module import Attribute
 from phaze.frontends.stablehlo.symbols import Call, Constant, Shape, Stack, Unsupported, Value, Values
@@ -159,9 +160,11 @@ def _dynamic_slice(call: Call) -> Values:
     starts = _starts(call, 1)
     if shape == value.shape:
         return (value,)
-    if isinstance(value, Stack) and shape == (1, *value.shape[1:]) and starts[0] is not None:
-        slot = value.slots[min(max(starts[0], 0), len(value.slots) - 1)]
-        return (call.recorder.reshape(slot, shape, call.scope),)
+    if isinstance(value, Stack) and value.without(shape) == value.slot_shape and shape[value.dim] == 1:
+        start = starts[value.dim]
+        if start is not None:
+            slot = value.slots[min(max(start, 0), len(value.slots) - 1)]
+            return (call.recorder.reshape(slot, shape, call.scope),)
     x = call.id(0)
     whole, dims, factors = _window(value.shape, shape)
     if all(start is not None for start in starts):
@@ -178,12 +181,12 @@ def _dynamic_update_slice(call: Call) -> Values:
     starts = _starts(call, 2)
     if update.shape == value.shape:
         return (update,)
-    if update.shape == (1, *value.shape[1:]) and starts[0] is not None:
-        slots = _slots(call, value)
-        if slots is not None and 0 <= starts[0] < len(slots):
-            slots[starts[0]] = call.recorder.reshape(update, value.shape[1:], call.scope)
-            loop = value.loop if isinstance(value, Stack) else None
-            return (Stack(tuple(slots), value.shape, value.dtype, loop),)
+    stack = _as_stack(call, value)
+    if stack is not None and stack.without(update.shape) == stack.slot_shape and update.shape[stack.dim] == 1:
+        start = starts[stack.dim]
+        if start is not None and 0 <= start < len(stack.slots):
+            slot = call.recorder.reshape(update, stack.slot_shape, call.scope)
+            return (replace(stack, slots=(*stack.slots[:start], slot, *stack.slots[start + 1 :])),)
     whole, dims, factors = _window(value.shape, update.shape)
     covered = tuple(Dim(dim.factors, None) for dim in dims)
     indices = [call.id(index) for index in range(2, len(call.values)) if starts[index - 2] is None]
@@ -194,13 +197,12 @@ def _dynamic_update_slice(call: Call) -> Values:
     return call.emit(OpKind.COPY, "slice_scatter", Rule(operands, (whole,), factors), *inputs)
 
 
-def _slots(call: Call, value: Value) -> list[Value] | None:
-    """The slots of a stack, or of a known number as a stack; None for anything else."""
-    if isinstance(value, Stack):
-        return list(value.slots)
+def _as_stack(call: Call, value: Value) -> Stack | None:
+    """A stack, or a known number as one; None for anything else."""
     if isinstance(value, Constant) and value.value is not None:
-        return [call.recorder.constant("", value.shape[1:], value.dtype, value.value)] * value.shape[0]
-    return None
+        slot = call.recorder.constant("", value.shape[1:], value.dtype, value.value)
+        return Stack((slot,) * value.shape[0], value.shape, value.dtype)
+    return value if isinstance(value, Stack) else None
 
 
 INDEXING: dict[str, Callable[[Call], Values]] = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from phaze.frontends.stablehlo.module import Operation
-from phaze.frontends.stablehlo.symbols import Call, Shape, Unsupported, Values, is_constant
+from phaze.frontends.stablehlo.symbols import Call, Shape, Stack, Tensor, Unsupported, Value, Values, is_constant
 from phaze.ir import Dim, Dims, Factor, FactorKind, OpKind, Rule
 from phaze.ir.graph_builder import contraction_rule, elementwise_rule, reduction_rule
 
@@ -184,10 +184,39 @@ def _reduce(call: Call) -> Values:
     value = call.values[data[0]]
     if all(value.shape[dim] == 1 for dim in reduced) and count == 1:
         return (call.recorder.reshape(value, call.out_shape(), call.scope, "reduce"),)
+    body = _body(call.operation)
+    if isinstance(value, Stack) and count == 1 and body in _FUNCTION_BY_BODY:
+        return (_reduced_by_slots(call, value, reduced, body),)
     rule = reduction_rule(value.shape, reduced)
-    function = "argmax" if count > 1 else _FUNCTION_BY_BODY.get(_body(call.operation), "reduce")
+    function = "argmax" if count > 1 else _FUNCTION_BY_BODY.get(body, "reduce")
     rule = Rule(rule.operands, rule.results * count, rule.factors)
     return call.emit(OpKind.REDUCTION, function, rule, call.id(data[0]))
+
+
+def _reduced_by_slots(call: Call, stack: Stack, reduced: Sequence[int], body: str) -> Value:
+    """The reduction of a stack: of each slot, and of what these give where the stack's own dimension is reduced."""
+    inner = tuple(dim - (dim > stack.dim) for dim in reduced if dim != stack.dim)
+    recorder, scope, function = call.recorder, call.scope, _FUNCTION_BY_BODY[body]
+    rule = reduction_rule(stack.slot_shape, inner)
+    dtype = call.out_dtype()
+    slots: list[Value] = []
+    for slot in stack.slots:
+        source = recorder.id(slot, scope)
+        result = (
+            recorder.emit(OpKind.REDUCTION, function, rule, (source,), (dtype,), scope, "reduce")[0]
+            if inner
+            else source
+        )
+        slots.append(Tensor(result, rule.shape(rule.results[0]), dtype))
+    if stack.dim not in reduced:
+        dim = stack.dim - sum(other < stack.dim for other in reduced)
+        return Stack(tuple(slots), call.out_shape(), dtype, stack.loop, dim)
+    total = recorder.id(slots[0], scope)
+    pair = elementwise_rule(call.out_shape(), call.out_shape(), call.out_shape())
+    for slot in slots[1:]:
+        inputs = (total, recorder.id(slot, scope))
+        (total,) = recorder.emit(OpKind.ELEMENTWISE, body, pair, inputs, (dtype,), scope, "reduce")
+    return Tensor(total, call.out_shape(), dtype)
 
 
 def _window_dims(x: Shape, result: Shape, window: Shape) -> tuple[Dims, Dims, tuple[Factor, ...]]:

@@ -10,6 +10,7 @@ import hlo_forms
 import jax
 import jax.numpy as jnp
 import jax_models as models
+import optax
 import pytest
 
 import phaze
@@ -65,6 +66,40 @@ def test_a_whole_step_is_told_apart_in_hlo_text_without_names_of_results() -> No
         assert roles.count(Role.OPTIMIZER_STATE) == 9, name
         assert roles.count(Role.BATCH) == 2, name
         assert graph.ops_of(Phase.UPDATE), name
+
+
+def second_dim_loss(params: Any, x: jax.Array) -> jax.Array:
+    """A scan over layers that are stacked on their second dimension, each computed again in backward."""
+
+    def block(y: jax.Array, layer: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return y + jnp.tanh(y @ layer[0] + layer[1]), None
+
+    layers = tuple(jnp.moveaxis(params[name], 1, 0) for name in ("kernel", "bias"))
+    y, _ = jax.lax.scan(jax.checkpoint(block), jnp.sin(x) @ params["first"], layers)
+    return ((y @ params["head"]) ** 2).mean()
+
+
+def test_layers_stacked_on_another_dimension_are_found_in_all_forms_of_a_step_that_clips() -> None:
+    params = {"first": models.shape(6, 8), "head": models.shape(8, 3)}
+    params |= {"kernel": models.shape(8, 4, 8), "bias": models.shape(8, 4)}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        loss, gradients = jax.value_and_grad(second_dim_loss)(params, x)
+        updates, state = optimizer.update(gradients, state, params)
+        metrics = {"a_norm": optax.tree.norm(gradients), "loss": loss, "regularization": jnp.float32(0.0)}
+        return optax.apply_updates(params, updates), state, metrics
+
+    arguments = (params, jax.eval_shape(optimizer.init, params), models.shape(5, 6))
+    of_loss = phaze.import_graph(second_dim_loss, (params, arguments[2]))
+    for name, data in hlo_forms.forms_of(step, *arguments, donated=(0, 1)).items():
+        graph = phaze.import_graph(data)
+        assert totals(graph)[:6] == totals(of_loss)[:6], name
+        assert graph.matmul_flops(Phase.RECOMPUTE) == 4 * (2 * 5 * 8 * 8), name
+        assert [layer.name for layer in graph.layers if "scan" in layer.name] == [f"scan.{i}" for i in range(4)], name
+        assert len({layer.key for layer in graph.layers[1:5]}) == 1, name
+        assert [tensor.role for tensor in graph.tensors.values()].count(Role.BATCH) == 1, name
+        assert [tensor.shape for tensor in graph.parameters].count((8, 8)) == 4, name
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +333,16 @@ def test_complex_constants_are_constants() -> None:
     for name, data in hlo_forms.forms_of(f, models.shape(4)).items():
         graph = phaze.import_graph(data)
         assert {op.phase for op in graph.ops} == {Phase.FORWARD}, name
+
+
+@pytest.mark.parametrize("form", ["text", "hlo text", "hlo proto"])
+def test_two_constants_of_one_shape_are_two(form: str) -> None:
+    def edges(x: jax.Array) -> jax.Array:
+        kernels = [jnp.array(values) for values in ([[1.5, 2.0], [3.0, 4.0]], [[2.0, 1.5], [4.0, 3.0]])]
+        return sum(x @ kernel for kernel in kernels)  # type: ignore[return-value]
+
+    graph = phaze.import_graph(hlo_forms.forms_of(edges, models.shape(3, 2))[form])
+    assert graph.matmul_flops("forward") == 2 * (2 * 3 * 2 * 2)
 
 
 def test_an_entry_other_than_main_may_be_named() -> None:
