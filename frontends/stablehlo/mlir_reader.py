@@ -224,7 +224,7 @@ def _elements(attribute: ir.DenseElementsAttr) -> dict[str, Any]:
     if size <= MOST_ELEMENTS and isinstance(attribute, ir.DenseIntElementsAttr):
         return {"values": [int(value) for value in attribute]}
     try:
-        contents = memoryview(attribute)  # type: ignore[arg-type]
+        contents = memoryview(attribute)
     except (BufferError, ValueError) as error:  # a type that Python has no buffer of
         raise TypeError(str(attribute.type)) from error
     return {"size": size, "text": hashlib.blake2b(contents.tobytes(), digest_size=8).hexdigest()}

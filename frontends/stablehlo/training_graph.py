@@ -121,8 +121,8 @@ def _of_all_devices(
     for argument, tiles in zip(run.arguments, argument_tiles(module), strict=True):
         for tensor in tensors_of((argument,)) if tiles is not None else ():
             # Of a stacked argument each slot has the other dimensions.
-            whole = tiles.parts if tiles is not None else ()
-            parts[tensor.id] = argument.without(whole) if isinstance(argument, Stack) else whole
+            tiled = tiles.parts if tiles is not None else ()
+            parts[tensor.id] = argument.without(tiled) if isinstance(argument, Stack) else tiled
     try:
         whole = whole_program(graph, parts)
         notes.append(f"partitioned over {module.partitions} devices; made whole again by the shardings of arguments")
@@ -224,9 +224,10 @@ def _gradients(run: SymbolicRun, roles: ModuleRoles) -> tuple[list[tuple[str, st
     for argument, result in roles.gradients.items():
         parameter, gradient = run.arguments[argument], run.results[result]
         if isinstance(parameter, Stack):
-            is_apart = isinstance(gradient, Stack) and gradient.dim == parameter.dim
-            slots = gradient.slots if is_apart else _slots(run, gradient, parameter)
-            matched = zip(parameter.slots, slots, strict=True)
+            if isinstance(gradient, Stack) and gradient.dim == parameter.dim:
+                matched = zip(parameter.slots, gradient.slots, strict=True)
+            else:
+                matched = zip(parameter.slots, _slots(run, gradient, parameter), strict=True)
         else:
             matched = zip((parameter,), (gradient,), strict=True)
         for part, part_gradient in matched:
