@@ -37,9 +37,9 @@ __all__ = ["FORMAT", "LINE_SCHEMA", "Journal", "JournalRecord", "is_journal", "r
 
 FORMAT = "phaze-search-journal"
 
-VERSION = 5
-"""Version 5 has calibrations with a share of 8-bit products, version 4 ones that say how products are run, version 3 a
-digest in every line."""
+VERSION = 6
+"""Version 6 has strategies that say how experts are shared, version 5 calibrations with a share of 8-bit products,
+version 4 ones that say how products are run, version 3 a digest in every line."""
 
 _BEGINNING = f'{{"format": "{FORMAT}"'.encode()
 
