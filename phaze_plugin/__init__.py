@@ -71,8 +71,11 @@ def __getattr__(name: str) -> object:
     if name in _PUBLIC_MODULES:
         return importlib.import_module(f"phaze.{name}")
     if name not in _HOMES:
+        from phaze.errors import meant
+
+        known = (*__all__, *_PUBLIC_MODULES)
         raise AttributeError(
-            f"module 'phaze' has no attribute {name!r}; it has {', '.join((*__all__, *_PUBLIC_MODULES))}"
+            f"module 'phaze' has no attribute {name!r}; it has {', '.join(known)}.{meant(name, known)}"
         )
     return getattr(importlib.import_module(_HOMES[name]), name)
 

@@ -57,6 +57,8 @@ def run_command(command: Command, arguments: argparse.Namespace, console: Consol
     try:
         return command.run(arguments, console)
     except (PhazeError, OSError) as error:
+        if isinstance(error, PhazeError) and error.topic is None:
+            error.add_note(f"see: phaze {command.name} --help")
         show_error(error, error_console, with_traceback=arguments.debug)
         return ExitCode.ERROR
     except MemoryError as error:

@@ -91,6 +91,7 @@ class Diagnosis:
     networks: tuple[Part, ...]
     op_prices: tuple[Part, ...]
     named_models: tuple[Part, ...]
+    worlds: tuple[Part, ...]
     plugins: tuple[PluginReport, ...]
     problems: tuple[str, ...]
 
@@ -112,6 +113,7 @@ def _diagnose(plugins: PluginManager) -> Diagnosis:
         "networks": plugins.networks(),
         "op_prices": plugins.op_prices(),
         "named_models": plugins.named_models(),
+        "worlds": plugins.worlds(),
     }
     clashes = [str(clash) for registry in (solvers, *registries.values()) for clash in registry.clashes]
     return Diagnosis(
@@ -133,7 +135,7 @@ def _libraries() -> Iterator[Library]:
     for requirement in importlib.metadata.requires(DISTRIBUTION) or ():
         name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
-        if name != DISTRIBUTION and (extra is None or extra[1] != "dev"):
+        if name != DISTRIBUTION and (extra is None or extra[1] not in ("dev", "docs")):
             yield Library(name, installed_version(name), extra[1] if extra else None)
 
 

@@ -21,15 +21,17 @@ JournalWarning (a UserWarning)  the damaged end of a journal was dropped; says w
 
 Bad argument values are ValueError or TypeError as everywhere in Python; these are for what the arguments describe.
 
-An error of which a topic of `phaze help` explains more carries the name of that topic. The command line shows it as its
-last line, and a traceback as a note below the message.
+An error of which a topic of `phaze help` explains more carries the name of that topic: that of its class, that of the
+first words of its message, or that of the block which it leaves (`explained_by`). The command line shows it as its last
+line, and a traceback as a note below the message.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 
 __all__ = [
@@ -67,28 +69,55 @@ TOPIC_OF_WORD: Mapping[str, str] = MappingProxyType(
         "accelerator": "cluster",
         "attention": "calibration",
         "calibration": "calibration",
+        "chip": "cluster",
+        "chunks": "schedules",
         "cluster": "cluster",
+        "cp": "sequences",
+        "devices": "search",
+        "ep": "experts",
         "executor": "search",
+        "expert_imbalance": "experts",
+        "expert_tp": "experts",
+        "frontend_options": "models",
+        "gap": "proof",
+        "global_batch": "strategy",
+        "global_batch_size": "strategy",
         "hbm_gib": "search",
+        "inputs": "models",
         "journal": "search",
+        "loss_fn": "models",
+        "measured": "calibration",
+        "micro_batch_size": "strategy",
         "model": "models",
         "model_type": "models",
         "network": "cluster",
         "objective": "objectives",
+        "offload": "recompute",
         "optimizer": "precision",
         "precision": "precision",
         "price": "objectives",
+        "recompute": "recompute",
+        "schedule": "schedules",
+        "sequence_length": "sequences",
+        "sequence_parallel": "sequences",
+        "shard": "zero",
         "solver": "solvers",
         "space": "search",
         "step_time": "objectives",
         "strategy": "strategy",
         "target": "targets",
         "term": "calibration",
+        "time_limit": "limits",
+        "time_limit_s": "limits",
+        "tp": "strategy",
+        "trace": "calibration",
+        "zero": "zero",
     }
 )
 """Arguments of questions and kinds of names, and the topic that explains each."""
 
-_FIRST_WORD = re.compile(r"(?:unknown )?(\w+)")
+_FIRST_WORDS = re.compile(r"(?:unknown )?(\w+)(?: has (\w+))?")
+"""The first word of a message, and the field of which `strategy has FIELD` speaks."""
 
 
 class PhazeError(Exception):
@@ -99,14 +128,27 @@ class PhazeError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        if self.topic is not None:
-            self.add_note(f"see: phaze help {self.topic}")
+        words = _FIRST_WORDS.match(str(self))
+        self.topic = None
+        self.lead_to(type(self).topic)
+        for word in (words[2], words[1]) if words else ():
+            self.lead_to(TOPIC_OF_WORD.get(word))
+
+    def lead_to(self, topic: str | None) -> None:
+        """Name the topic that explains more, unless one is named already."""
+        if topic is not None and self.topic is None:
+            self.topic = topic
+            self.add_note(f"see: phaze help {topic}")
 
 
-def _topic_of_message(error: Exception) -> str | None:
-    """The topic that explains what a message is about: its first word."""
-    word = _FIRST_WORD.match(str(error))
-    return TOPIC_OF_WORD.get(word[1]) if word else None
+@contextmanager
+def explained_by(topic: str) -> Iterator[None]:
+    """Errors that leave the block, and name no topic themselves, name this one; it decorates functions too."""
+    try:
+        yield
+    except PhazeError as error:
+        error.lead_to(topic)
+        raise
 
 
 class GraphError(PhazeError):
@@ -162,8 +204,6 @@ class PlacementError(PhazeError):
 class PlanError(PhazeError):
     """A plan cannot be made as asked, or does not belong to what it is used with."""
 
-    topic = property(_topic_of_message)
-
 
 class QuestionError(PlanError, ValueError):
     """An argument of `optimize` or `evaluate` cannot be; the message says what it may be."""
@@ -196,19 +236,25 @@ _MOST_LISTED = 60
 class UnknownNameError(PhazeError):
     """A name that nobody registered; the message offers near names and lists the known ones, where they are few."""
 
-    topic = property(_topic_of_message)
-
     def __init__(
         self, what: str, name: str, known: Iterable[str], advice: str = "", *, near: Sequence[str] | None = None
     ) -> None:
         names = sorted(known)
-        near = near_names(str(name), names) if near is None else near
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        hint = _hint(near_names(str(name), names) if near is None else near)
         listed = ", ".join(names) if names else "none"
         if len(names) > _MOST_LISTED:
             listed = f"{len(names)} names"
         super().__init__(f"unknown {what} {shown(name)}.{hint} Known: {listed}.{advice and f' {advice}'}")
         self.what, self.name, self.known = what, name, tuple(names)
+
+
+def meant(name: object, known: Iterable[str]) -> str:
+    """The known names that a wrong one is near to, as a question that ends a message; nothing where none is near."""
+    return _hint(near_names(str(name), known))
+
+
+def _hint(near: Sequence[str]) -> str:
+    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def near_names(name: str, known: Iterable[str]) -> list[str]:

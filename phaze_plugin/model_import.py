@@ -197,11 +197,22 @@ def _nobody_imports(plugins: PluginManager, model: object) -> PhazeError:
         what = repr(model) if isinstance(model, str | os.PathLike) else f"an object of type {type(model).__qualname__}"
         error = ImportModelError(
             f"no frontend imports {what}. Frontends: {', '.join(plugins.frontends().names) or 'none'}. "
-            "Pass a known model's name, a file or an object that one of them imports, or install a plugin that does."
+            f"{_advice_for(model)}"
         )
     for failure in plugins.failures:
         error.add_note(str(failure))
     return error
+
+
+def _advice_for(model: object) -> str:
+    """What somebody probably meant who gave something that is no model."""
+    if isinstance(model, str | os.PathLike) and os.fspath(model).endswith(".py"):
+        return f"A program is no model: write python:{os.fspath(model)}:NAME, NAME being a model in it; this runs it."
+    if isinstance(model, type):
+        return f"A class is no model: pass an instance, {model.__name__}(...)."
+    if callable(model):
+        return "A function is taken as a JAX loss once jax is imported; of torch pass a torch.nn.Module."
+    return "Pass a known model's name, a file or an object that one of them imports, or install a plugin that does."
 
 
 def last_compiled() -> tuple[Graph, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
-from phaze.errors import QuestionError, near_names, shown
+from phaze.errors import QuestionError, meant, shown
 from phaze.ir import SEARCHED_MODES, RecomputeMode
 from phaze.ir.kept_activations import OFFLOADING_POLICIES, recompute_mode
 
@@ -164,7 +164,7 @@ class Parallelism:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1.")
         if self.zero not in ZERO_STAGES:
-            raise ValueError(f"zero is {self.zero}; expected one of {ZERO_STAGES}.")
+            raise ValueError(f"zero is {self.zero}; expected one of {', '.join(map(str, ZERO_STAGES))}.")
         if self.sequence_parallel not in (True, False, MIXED_SEQUENCES):
             raise ValueError(f"sequence_parallel is {shown(self.sequence_parallel)}; expected {_SEQUENCE_WORDS}.")
         if self.shard != ALL_DEVICES and (isinstance(self.shard, str) or self.shard < 1 or self.replicas % self.shard):
@@ -299,10 +299,9 @@ def read_strategy(strategy: object) -> dict[str, object]:
         )
     for key in strategy:
         if key not in STRATEGY_KEYS:
-            near = near_names(str(key), STRATEGY_KEYS)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise QuestionError(
-                f"strategy has the key {shown(key)}.{hint} Expected some of {', '.join(STRATEGY_KEYS)}."
+                f"strategy has the key {shown(key)}.{meant(key, STRATEGY_KEYS)} Expected some of "
+                f"{', '.join(STRATEGY_KEYS)}."
             )
     settled: dict[str, object] = {
         key: _READERS[str(key)](str(key), value) for key, value in _with_offload(strategy).items() if value is not None
@@ -344,13 +343,16 @@ def _shard(key: str, value: object) -> int | str:
 
 def _schedule(key: str, value: object) -> PipelineSchedule:
     if value not in list(PipelineSchedule):
-        raise QuestionError(f"strategy has {key} {shown(value)}; expected one of {', '.join(PipelineSchedule)}.")
+        raise QuestionError(
+            f"strategy has {key} {shown(value)}; expected one of {', '.join(PipelineSchedule)}."
+            f"{meant(value, PipelineSchedule)}"
+        )
     return PipelineSchedule(str(value))
 
 
 def _zero(key: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value not in ZERO_STAGES:
-        raise QuestionError(f"strategy has {key} {shown(value)}; expected one of {ZERO_STAGES}.")
+        raise QuestionError(f"strategy has {key} {shown(value)}; expected one of {', '.join(map(str, ZERO_STAGES))}.")
     return value
 
 

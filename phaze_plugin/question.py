@@ -24,7 +24,7 @@ from phaze.cost import (
     settled_attention,
 )
 from phaze.cost.calibration import why_ideal
-from phaze.errors import PlanError, QuestionError, shown
+from phaze.errors import PlanError, QuestionError, meant, shown
 from phaze.hardware import (
     OPTIMIZERS,
     PRECISIONS,
@@ -305,7 +305,7 @@ def ask(
 
     Raises QuestionError naming the argument that is wrong, and what importing the model and reading the cluster raise.
     """
-    _check_options(options)
+    _check_options(options, inputs)
     cluster = settled_cluster(options.get("cluster"), plugins)
     check_limit("devices", cluster.device_count, "the cluster's number of devices")
     recipe = _recipe(options.get("precision", "bf16"), options.get("optimizer", "adamw"))
@@ -384,12 +384,15 @@ def _assumed_batch_note(cluster: Cluster) -> str:
     return f"no global_batch_size was given: {SAMPLES_PER_DEVICE} per device, {batch_size}, is assumed"
 
 
-def _check_options(options: QuestionOptions) -> None:
+def _check_options(options: QuestionOptions, inputs: object) -> None:
     """Raise for options that are unknown, or wrong whatever the model is."""
+    if isinstance(inputs, str) and "cluster" not in options:
+        raise QuestionError(f"inputs is {shown(inputs)}; a cluster is given by name: cluster={shown(inputs)}.")
     known = QuestionOptions.__annotations__
     for name in options:
         if name not in known:
-            raise TypeError(f"unexpected keyword argument {name!r}; expected some of {', '.join(known)}.")
+            listed = ", ".join(known)
+            raise TypeError(f"unexpected keyword argument {name!r}; expected some of {listed}.{meant(name, known)}")
     gap = options.get("gap", 0.01)
     if isinstance(gap, bool) or not isinstance(gap, int | float) or not 0.0 <= gap < 1.0:
         raise QuestionError(f"gap is {shown(gap)}; expected a number from 0 (optimal) to below 1, such as 0.01.")
@@ -414,7 +417,7 @@ def settled_cluster(cluster: object, plugins: PluginManager) -> Cluster:
             chip, count = visible
             return parse_cluster(f"{chip}:{count}", plugins)
     raise PlanError(
-        "no cluster was given and no known accelerators are visible to this process; pass for example "
+        "cluster is not given, and no known accelerators are visible to this process; pass for example "
         "cluster='a100-80gb:64' (`phaze chips` lists the known ones)."
     )
 

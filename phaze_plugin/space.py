@@ -24,7 +24,7 @@ from numbers import Integral
 import numpy as np
 from numpy.typing import NDArray
 
-from phaze.errors import FormatError, QuestionError, near_names, shown
+from phaze.errors import FormatError, QuestionError, meant, shown
 from phaze.file_access import read_document
 from phaze.hardware.accelerator import (
     INTEGER_FIELDS,
@@ -365,8 +365,7 @@ def from_description(document: object, where: str = "the space") -> AcceleratorA
     known = ("format", "version", *_GRID_FIELDS, *_REAL_GRID_FIELDS, *_NUMBER_FIELDS, "prices")
     for name in document:
         if name not in known:
-            near = near_names(name, known)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = meant(name, known)
             if name in ("hbm_bytes", "hbm_gib"):
                 hint = " A search crosses a space with memories of its own: pass hbm_gib, or --hbm."
             raise FormatError(f"{where} has an unknown field {name!r}.{hint} Known: {', '.join(known[2:])}.")

@@ -53,7 +53,7 @@ def test_experts_that_are_cut_say_over_how_many_devices_layers_are_split() -> No
 
 
 def test_a_zero_stage_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"zero is 4; expected one of \(0, 1, 2, 3\)"):
+    with pytest.raises(ValueError, match=r"zero is 4; expected one of 0, 1, 2, 3"):
         Parallelism(zero=4)
 
 
@@ -101,7 +101,7 @@ def test_a_strategy_is_read_back_from_its_document(strategy: Parallelism) -> Non
     ("strategy", "message"),
     [
         ([("dp", 1)], "strategy is .*; expected a mapping"),
-        ({"ddp": 2}, "the key 'ddp'. Did you mean 'dp'"),
+        ({"ddp": 2}, "the key 'ddp'. Did you mean dp"),
         ({"dp": 0}, "dp 0; expected a whole number of at least 1"),
         ({"dp": True}, "dp True; expected a whole number"),
         ({"zero": 1.0}, "zero 1.0; expected one of"),

@@ -84,7 +84,7 @@ def test_a_space_that_cannot_be_names_what_empties_it(change: dict[str, Any], to
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"tensor_core": [1]}, "unknown field 'tensor_core'. Did you mean 'tensor_cores'"),
+        ({"tensor_core": [1]}, "unknown field 'tensor_core'. Did you mean tensor_cores"),
         ({"hbm_bytes": [1]}, "unknown field 'hbm_bytes'. A search crosses a space with memories of its own"),
         ({"format": "other"}, "is not a space"),
         ({"version": 2}, "is not a space"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phaze.backends.jax.pjit_export import PjitTarget
-from phaze.errors import PlanError
+from phaze.errors import PlanError, explained_by
 from phaze.hooks import hookimpl
 from phaze.interfaces import StageBuilder, Target
 from phaze.ir import Graph
@@ -86,6 +86,7 @@ class JaxTarget:
         """Raises PlanError: this target arranges live models and writes no files."""
         raise PlanError("target 'jax' writes no file; use plan.apply(model, inputs=...), or plan.export('pjit').")
 
+    @explained_by("jax")
     def apply(
         self,
         plan: Plan,
@@ -114,12 +115,14 @@ class JaxTarget:
             targets=options.get("targets"),
         )
 
+    @explained_by("jax")
     def specs(self, plan: Plan, trees: Sequence[object]) -> Sequence[object]:
         """Trees of PartitionSpecs in the structure of those given, parameters first."""
         from phaze.backends.jax.user_shardings import specs_of_trees  # the door: this imports jax
 
         return specs_of_trees(plan, trees)
 
+    @explained_by("jax")
     def mesh(self, plan: Plan, *, explicit: bool = False) -> Mesh:
         """The plan's mesh of the first devices that JAX sees.
 
@@ -131,6 +134,7 @@ class JaxTarget:
         mesh = mesh_for_plan(plan, None)
         return with_explicit_axes(mesh) if explicit else mesh
 
+    @explained_by("jax")
     def logical_axis_rules(self, plan: Plan, variables: object, activations: Sequence[str | None]) -> Sequence[object]:
         """Pairs of a name of dimensions and of mesh axes, for modules of flax linen that name them."""
         from phaze.backends.jax.user_shardings import logical_rules  # the door: this imports jax

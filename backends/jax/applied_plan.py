@@ -43,7 +43,7 @@ from phaze.backends.jax.whole_step import (
     planned_graph,
 )
 from phaze.cost import planned_graph as graph_as_planned
-from phaze.errors import PlanError, shown
+from phaze.errors import PlanError, explained_by, shown
 from phaze.hooks import PluginManager
 from phaze.ir import Graph, RecomputeMode
 from phaze.parallelism import PipelineSchedule
@@ -126,6 +126,7 @@ class CompiledProgram:
     compiled: jax.stages.Wrapped
     read_batch: Callable[[tuple[PyTree, ...]], list[jax.Array]]
 
+    @explained_by("jax")
     def __call__(self, state: TrainState, *batch: PyTree) -> PyTree:
         """Run the program."""
         if not isinstance(state, TrainState):

@@ -127,7 +127,7 @@ def mesh_for_plan(plan: Plan, mesh: object) -> Mesh:
             raise PlanError(
                 f"the plan takes {count} devices ({_listed(sizes)}); JAX sees {len(devices)} of kind "
                 f"{devices[0].platform}. Start as many processes or devices (on a host: "
-                "XLA_FLAGS=--xla_force_host_platform_device_count), or plan for those there are."
+                f"jax.config.update('jax_num_cpu_devices', {count}) at first), or plan for those there are."
             )
         return _mesh(devices[:count], sizes)
     names = axis_names(plan, mesh)

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from phaze.backends.jax.jax_mesh import mesh_for_plan
 from phaze.backends.jax.loss_function import PyTree, is_a, is_nnx_module
 from phaze.backends.jax.user_shardings import specs_of_trees
-from phaze.errors import PlanError
+from phaze.errors import PlanError, explained_by
 from phaze.hooks import PluginManager
 from phaze.ir import Graph
 from phaze.model_import import import_with_plugins
@@ -126,6 +126,7 @@ class AppliedStep:
         self.in_place.update(arguments, state)
         return result
 
+    @explained_by("jax")
     def place(self, *arguments: PyTree) -> tuple[PyTree, ...]:
         """The arguments on the mesh, laid out as planned."""
         if jax.tree.structure(arguments) != jax.tree.structure(self.shardings):

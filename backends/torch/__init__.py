@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phaze.backends.torch.fsdp_export import FsdpTarget
-from phaze.errors import PlanError
+from phaze.errors import PlanError, explained_by
 from phaze.hooks import hookimpl
 from phaze.interfaces import StageBuilder, Target
 from phaze.ir import Graph
@@ -82,6 +82,7 @@ class TorchTarget:
         """Nothing: this target arranges live models."""
         raise PlanError("target 'torch' writes no file; use plan.apply(model), or plan.export('fsdp').")
 
+    @explained_by("torch")
     def apply(
         self,
         plan: Plan,

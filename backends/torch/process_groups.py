@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from phaze.backends.torch.split_collectives import Axis, local_part
 from phaze.backends.torch.split_tensor import ContextTensor
-from phaze.errors import PlanError
+from phaze.errors import PlanError, explained_by
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
@@ -160,7 +160,8 @@ _LOST_CONNECTION = ("closed by peer", "reset by peer", "timed out", "connection"
 def told_to_all() -> Iterator[None]:
     """Tell an error to the other processes; where this one only lost them, raise PlanError with what they told."""
     try:
-        yield
+        with explained_by("torch"):
+            yield
     except Exception as error:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             raise
@@ -170,7 +171,9 @@ def told_to_all() -> Iterator[None]:
         message = _told()
         if message is None:
             raise
-        raise PlanError(f"another process of this launch failed: {message}") from error
+        lost = PlanError(f"another process of this launch failed: {message}")
+        lost.lead_to("torch")
+        raise lost from error
 
 
 def _is_lost_connection(error: Exception) -> bool:

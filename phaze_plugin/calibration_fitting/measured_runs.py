@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from phaze.cost import Stack
-from phaze.errors import FormatError, near_names, shown
+from phaze.errors import FormatError, meant, shown
 from phaze.file_access import read_text
 from phaze.hardware import Cluster, PrecisionRecipe
 
@@ -107,8 +107,7 @@ def _check_columns(where: str, columns: list[str]) -> None:
         )
     for column in columns:
         if column not in COLUMNS:
-            near = near_names(column, COLUMNS)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = meant(column, COLUMNS)
             raise FormatError(f"{where} has the unknown column {shown(column)}.{hint} Known: {', '.join(COLUMNS)}.")
 
 

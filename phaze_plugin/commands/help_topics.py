@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from phaze.errors import TOPIC_OF_WORD
 
-__all__ = ["TOPICS", "Topic", "topic_of_option"]
+__all__ = ["TERMS", "TOPICS", "Topic", "topic_of_option"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,47 @@ def _topic(summary: str, text: str) -> Topic:
 
 TOPICS: Mapping[str, Topic] = MappingProxyType(
     {
+        "plan": _topic(
+            "how to read a printed plan, line by line",
+            """
+strategy   how the work is divided over the devices (`phaze help strategy`)
+step       the time of one training step, and the throughput. MFU is the share of the chips' peak flops that
+           the matrix products of the model use
+of it      where the time goes on the device that ends last. Exposed communication is what no computation
+           hides, bubble is waiting for other stages (`phaze help schedules`), update the optimizer's step
+objective  what was made best, where it is not the throughput (`phaze help objectives`)
+proof      how near the plan is to the best one (`phaze help proof`)
+prices     where the predicted times come from, and where 80 % of comparable measured runs lie around their
+           predictions (`phaze help calibration`); target: what can run the plan (`phaze help targets`)
+on hosts   what is kept in the memory of the hosts (`phaze help recompute`)
+
+The table has a row for each stage: its layers and devices, what it computes again, the time of one
+microbatch, the memory of one device, the largest item of it, and whether it fits (`phaze help memory`).
+
+$ phaze explain plan.json
+$ phaze report plan.json --open
+
+The first command says why the plan is as it is, the second shows it as a page.
+""",
+        ),
+        "proof": _topic(
+            "what is proven about a plan: bound, gap, slicing",
+            """
+A slicing is one choice of microbatch size, tp, cp and ep. The bound is a time that no plan of any slicing
+that was offered can beat. The gap says by which part the plan takes longer than the bound:
+  optimal          the gap is 0
+  within 0.50 %    no plan is faster by more than this
+  ended at 2 %     the search ended with a larger gap than was asked for (--gap)
+  interrupted      the time was over (--time-limit, Ctrl-C): the best plan so far
+
+The proof holds at the prices of the plan. It says nothing about how far prices are from measurements: the
+line `prices` does. What was offered stands at the end of `phaze explain`.
+
+$ phaze verify plan.json --model gpt2-xl
+
+This computes the plan's numbers again, and proves its bound again, by separate and simpler code.
+""",
+        ),
         "models": _topic(
             "what may stand for MODEL",
             """
@@ -93,6 +134,86 @@ This prices a strategy and names the single change that helps most. `--from FILE
 torchtitan, Megatron, DeepSpeed, Accelerate or MaxText job.
 """,
         ),
+        "zero": _topic(
+            "what ZeRO shards, and over how many devices (hybrid sharding)",
+            """
+The copies of a model (dp x cp devices) need not each hold everything. ZeRO shards over them
+  zero=0    nothing: every copy holds parameters, gradients and optimizer states
+  zero=1    the optimizer states
+  zero=2    the gradients too
+  zero=3    the parameters too, which are gathered for every layer and microbatch (FSDP)
+
+shard=N shards over groups of N neighbouring devices, and each group holds a whole copy (hybrid sharding,
+HSDP). If N is the number of devices of a node, parameters are gathered inside of nodes only. shard=all
+shards over all devices. A plan prints groups as `ZeRO-3 over 8 of 64`. A search tries them by itself.
+
+$ phaze evaluate llama3-8b --cluster h100:64 --strategy dp=64,zero=3,shard=8 --alone
+""",
+        ),
+        "schedules": _topic(
+            "pipelines: the order of passes, chunks and the bubble",
+            """
+With pp stages, microbatches pass through all stages one after the other. The bubble is the time that a
+device waits for other stages. The schedule says in which order a device runs its passes:
+  gpipe              all forwards, then all backwards; every stage keeps all microbatches
+  1f1b               one forward, one backward; a stage keeps at most as many microbatches as there are stages
+  interleaved-1f1b   each device has several stages (chunks): a smaller bubble, more sends, more memory
+  zero-bubble        gradients of weights are computed later and fill the bubble
+  eager-1f1b         1f1b that starts forwards earlier, as JAX runs it
+  zb-v, dualpipe-v   each device has one early and one late stage; priced only where you name them
+
+$ phaze evaluate gpt2-xl --cluster a100-80gb:8 --strategy dp=2,pp=4,schedule=interleaved-1f1b,chunks=2 --alone
+
+A small bubble needs many microbatches: a larger batch, a smaller micro_batch_size or a smaller dp.
+""",
+        ),
+        "recompute": _topic(
+            "activations: computed again in backward, or moved to the host",
+            """
+Forward keeps activations for backward. With recompute it keeps fewer, and backward computes the rest again:
+  none        nothing is computed again
+  selective   attention, whose activations are large and cheap to compute again
+  budget-75, budget-50, budget-25   this part of the bytes is kept, chosen so that the rest is quickest
+  full        a layer keeps only its input
+Policies of MaxText, JAX, torchtitan and Megatron-LM are known by their names. One mode holds for all stages,
+or write one for each: recompute=full+none,stages=7+7.
+
+offload=activations moves what is kept to the memory of the host, offload=optimizer the optimizer's states.
+The cluster must say what its hosts have. No target runs budgets or offload yet.
+
+$ phaze evaluate llama3-8b --cluster h100:8 --strategy tp=8,recompute=budget-50 --alone
+$ phaze optimize llama3-8b --cluster h100:8/host=25GB/s,200GiB --global-batch 64
+""",
+        ),
+        "sequences": _topic(
+            "long sequences: context parallelism (cp) and sequence parallelism",
+            """
+cp splits each sequence over cp devices. Only attention needs the whole sequence: keys and values are
+gathered, passed around a ring, or exchanged so that each device has some heads. The fastest of these that
+the target runs is taken. cp splits no parameters.
+
+sequence_parallel splits the tensors between layers over the tp devices, but not inside of attention.
+
+$ phaze optimize llama3-8b --cluster h100:64 --sequence-length 131072 --cp 1,2,4 --tp 8
+
+--sequence-length sets the positions of a sequence; without it, a model has its own usual length.
+""",
+        ),
+        "experts": _topic(
+            "mixtures of experts: ep, expert_tp and imbalance",
+            """
+ep divides the experts of a layer over ep of the dp x cp devices. Tokens are sent to the devices of their
+experts, and back. With ep=1 every device computes all experts.
+
+expert_tp says what the tp devices do with experts: expert_tp=1 divides whole experts over ep x tp devices,
+expert_tp=TP cuts each expert over the tp devices. A search takes what is faster.
+
+$ phaze evaluate mixtral-8x7b --cluster h100:64 --strategy ep=8,tp=1,pp=1 --alone
+
+Experts are assumed to get equal shares of the tokens. --expert-imbalance 1.3 prices them as if each got 1.3
+times its share.
+""",
+        ),
         "precision": _topic(
             "numbers and optimizers: what each parameter takes",
             """
@@ -145,6 +266,39 @@ $ phaze export plan.json --target torchtitan -o job
 
 The first command lists the targets, what each runs and how it was checked. The second plans for one, the
 third writes its files. In Python, `plan.apply(model)` arranges a torch module or a JAX loss at once.
+""",
+        ),
+        "torch": _topic(
+            "running a plan in torch: plan.apply(module)",
+            """
+import torch, phaze
+torch.distributed.init_process_group("nccl")             # in every process of a launch by torchrun
+plan = phaze.optimize(model, batch, cluster="h100:8", global_batch_size=64)
+run = plan.apply(model, inputs=batch, optimizer=torch.optim.AdamW)
+loss = run.step(**run.share(batch))                      # the mean loss of the whole batch
+
+Plan the module itself, not its name: plans of names are analysis only. Launch as many processes as the plan
+has devices, with equal weights in all of them. If the module returns no loss, pass loss_fn= and targets=.
+`run.share` cuts a batch for this process; the batch need not have the planned number of samples.
+
+run.save and run.load write and read checkpoints, which any other plan of the model can read. run.profile
+compares the parts of a step with the plan.
+""",
+        ),
+        "jax": _topic(
+            "running a plan in JAX: plan.apply(loss), plan.specs",
+            """
+import jax, phaze
+plan = phaze.optimize(loss, (params, x, y), cluster="tpuv5p:8", global_batch_size=64)
+run = plan.apply(loss, inputs=(params, x, y))
+state = run.start(params)
+state, value = run.step(state, x, y)
+
+Plan the loss function itself. It is a mean or a sum over samples, or over tokens that a mask counts, and
+samples do not depend on each other. Modules of flax and whole train steps are taken, too. JAX must see as
+many devices as the plan has; on a host, jax.config.update("jax_num_cpu_devices", 8) makes eight.
+
+For a jit of your own, plan.mesh() is the mesh and plan.specs(params, x, y) are the shardings.
 """,
         ),
         "calibration": _topic(
@@ -255,6 +409,29 @@ chips are those that were installed when the file was written: write it again af
     }
 )
 """The topics by name, in the order in which they are listed."""
+
+
+TERMS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("step", "mfu", "compute", "exposed", "update", "energy", "stage", "layers"), "plan"),
+        **dict.fromkeys(("bound", "gap", "slicing", "optimal"), "proof"),
+        **dict.fromkeys(("dp", "tp", "pp", "microbatch", "micro_batch_size", "stages"), "strategy"),
+        **dict.fromkeys(("shard", "hsdp", "fsdp", "hybrid"), "zero"),
+        **dict.fromkeys(("bubble", "chunks", "pipeline", "1f1b", "gpipe"), "schedules"),
+        **dict.fromkeys(("offload", "host", "hosts", "checkpointing", "budget", "selective"), "recompute"),
+        **dict.fromkeys(("cp", "context", "sequence", "sequence_parallel", "sequence_length", "ring"), "sequences"),
+        **dict.fromkeys(("ep", "expert_tp", "moe", "mixture", "imbalance"), "experts"),
+        **dict.fromkeys(("fits", "marginal", "over", "activations", "working", "buffers", "reserved"), "memory"),
+        **dict.fromkeys(("parameters", "gradients"), "memory"),
+        **dict.fromkeys(("optimizer", "bf16", "fp8"), "precision"),
+        **dict.fromkeys(("prices", "ideal", "fitted"), "calibration"),
+        **dict.fromkeys(("throughput", "devices"), "objectives"),
+        **dict.fromkeys(("network", "accelerator", "host_memory"), "cluster"),
+        **dict.fromkeys(("target", "apply"), "targets"),
+        **dict.fromkeys(("model", "lora", "hlo", "config"), "models"),
+    }
+)
+"""Words of printed plans and of strategies, and the topic that explains each."""
 
 
 def topic_of_option(option: str) -> str | None:

@@ -20,12 +20,13 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, show
-from phaze.commands.help_topics import TOPICS
+from phaze.commands.help_topics import TERMS, TOPICS
 
 if TYPE_CHECKING:
     from phaze.doctor_facts import Diagnosis
@@ -36,28 +37,38 @@ __all__ = ["SCHEMAS", "completion_command", "doctor", "help_command", "print_sch
 
 def _configure_help(parser: ArgumentParser) -> None:
     """Add the command's argument."""
-    parser.add_argument("topic", nargs="?", metavar="TOPIC", help="a topic or a command (none: list the topics)")
+    parser.add_argument(
+        "topic",
+        nargs="?",
+        metavar="TOPIC",
+        help="a topic, a command or a word of a printed plan (none: list the topics)",
+    )
 
 
 def _run_help(arguments: Namespace, console: Console) -> int:
-    """Print what was asked for; a topic goes before a command of the same name, and names that command."""
+    """Print what was asked for: a topic, before a command of that name; a command; a word that a topic explains."""
     from phaze.commands import COMMANDS
     from phaze.commands.command import command_help
-    from phaze.errors import UnknownNameError
+    from phaze.errors import UnknownNameError, near_names
 
     commands = {command.name: command for command in COMMANDS}
     name = arguments.topic
     if name is None:
         lines = ["topics:", *(f"  {topic:<13}{value.summary}" for topic, value in TOPICS.items()), ""]
-        lines.append("`phaze help TOPIC` explains one, `phaze help COMMAND` a command; `phaze --help` lists commands.")
+        lines.append(
+            "`phaze help NAME` explains a topic, a command (`phaze --help` lists them) or a word of a printed plan."
+        )
     elif name in TOPICS:
         lines = [f"{name}: {TOPICS[name].summary}", "", TOPICS[name].text]
         if name in commands:
             lines += ["", f"`phaze {name} --help` lists the options of the command."]
     elif name in commands:
         lines = [command_help(commands[name]).rstrip("\n")]
+    elif (word := name.casefold().replace("-", "_")) in TERMS:
+        topic = TERMS[word]
+        lines = [f"{name} is explained under {topic}: {TOPICS[topic].summary}", "", TOPICS[topic].text]
     else:
-        raise UnknownNameError("topic", name, {*TOPICS, *commands})
+        raise UnknownNameError("topic", name, {*TOPICS, *commands}, near=near_names(name, {*TOPICS, *commands, *TERMS}))
     console.out("\n".join(lines), highlight=False)
     return ExitCode.FINE
 
@@ -65,7 +76,7 @@ def _run_help(arguments: Namespace, console: Console) -> int:
 help_command = Command(
     name="help",
     group=CommandGroup.INSTALLATION,
-    summary="explain a topic such as strategy, cluster or memory, or a command",
+    summary="explain a topic such as plan, strategy or cluster, a command, or a word of a printed plan",
     configure=_configure_help,
     run=_run_help,
 )
@@ -275,6 +286,7 @@ COUNTED_PARTS = (
     "networks",
     "op_prices",
     "named_models",
+    "worlds",
 )
 
 
@@ -324,8 +336,15 @@ def _plugin_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str, str]]:
     added = {kind: Counter(part.origin for part in getattr(diagnosis, kind)) for kind in COUNTED_PARTS}
     for plugin in diagnosis.plugins:
         counts = {kind.replace("_", " "): counter[plugin.origin] for kind, counter in added.items()}
-        adds = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-        yield plugin.origin.plugin, _source(plugin.origin), adds or "nothing", plugin.origin.file or ""
+        adds = ", ".join(f"{count} {kind if count > 1 else kind[:-1]}" for kind, count in counts.items() if count)
+        yield plugin.origin.plugin, _source(plugin.origin), adds or "nothing", _file_text(plugin.origin)
+
+
+def _file_text(origin: Origin) -> str:
+    """The file of a plugin; of our own, which lie beside this one, only where in the package."""
+    package = Path(__file__).parents[1]
+    file = Path(origin.file or "")
+    return str(file.relative_to(package.parent)) if file.is_relative_to(package) else str(origin.file or "")
 
 
 def _source(origin: Origin) -> str:

@@ -247,8 +247,11 @@ def _load(where: str) -> object:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise ImportModelError(f"{where} cannot be imported: {type(error).__name__}: {error}.") from error
+    except (Exception, SystemExit) as error:
+        advice = "Models are taken from programs that run from top to bottom when they are imported."
+        if isinstance(error, ModuleNotFoundError):
+            advice = f"Install {error.name} in the environment of phaze (torch and JAX: the extras 'torch' and 'jax')."
+        raise ImportModelError(f"{where} cannot be imported: {type(error).__name__}: {error}. {advice}") from error
     return module
 
 

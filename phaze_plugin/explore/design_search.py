@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
-from phaze.errors import QuestionError, shown
+from phaze.errors import QuestionError, explained_by, shown
 from phaze.explore.best_first_search import BestFirstSearch
 from phaze.explore.executors import Workers, open_workers
 from phaze.explore.journal import Journal
@@ -87,6 +87,7 @@ def search(
 ) -> SampledSearch: ...
 
 
+@explained_by("search")
 def search(
     models: object,
     inputs: object = None,

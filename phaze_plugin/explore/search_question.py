@@ -11,7 +11,7 @@ import numpy as np
 
 import phaze
 from phaze.cost import IDEAL, Calibration
-from phaze.errors import FormatError, QuestionError, shown
+from phaze.errors import FormatError, QuestionError, meant, shown
 from phaze.explore.objectives import Metric
 from phaze.hardware import AcceleratorArray, Cluster, PrecisionRecipe, parse_cluster
 from phaze.json_documents import from_document, to_document
@@ -203,7 +203,8 @@ def ask_search(models: object, inputs: object, options: SearchOptions, plugins: 
     unknown = [name for name in options if name not in SearchOptions.__annotations__]
     if unknown or "devices" not in options:
         wrong = f"unexpected keyword argument {unknown[0]!r}" if unknown else "devices is missing"
-        raise TypeError(f"{wrong}; expected some of {', '.join(SearchOptions.__annotations__)}.")
+        hint = meant(unknown[0], SearchOptions.__annotations__) if unknown else ""
+        raise TypeError(f"{wrong}; expected some of {', '.join(SearchOptions.__annotations__)}.{hint}")
     compatibility, objective = options.get("compatibility"), options.get("objective", "throughput")
     combine, front = options.get("combine", "average"), bool(options.get("front", False))
     devices = options["devices"]

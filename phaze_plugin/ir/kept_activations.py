@@ -42,7 +42,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from phaze.errors import QuestionError, near_names, shown
+from phaze.errors import QuestionError, meant, shown
 from phaze.ir.graph import Graph, Role
 from phaze.ir.layers import Layer
 from phaze.ir.op import Op, OpKind, Phase
@@ -371,13 +371,13 @@ def recompute_mode(name: object) -> RecomputeMode:
             f"strategy has recompute {name!r}; say which part of the bytes may be kept: {', '.join(BUDGET_MODES)}."
         )
     known = {mode.value: mode for mode in RecomputeMode} | MAXTEXT_POLICIES | _OTHER_NAMES
-    meant = spelled_alike(name, known) if isinstance(name, str) else None
-    if meant is None:
-        near = [_NEAREST[name]] if isinstance(name, str) and name in _NEAREST else near_names(str(name), known)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+    mode_name = spelled_alike(name, known) if isinstance(name, str) else None
+    if mode_name is None:
+        is_near = isinstance(name, str) and name in _NEAREST
+        hint = meant(_NEAREST[str(name)] if is_near else name, known)
         modes = ", ".join(RecomputeMode)
         raise QuestionError(
             f"strategy has recompute {shown(name)}; expected one of {modes}, or a policy of MaxText, JAX, torchtitan "
             f"or Megatron-LM by its name.{hint}"
         )
-    return known[meant]
+    return known[mode_name]

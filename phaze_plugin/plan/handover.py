@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from phaze.errors import PlanError, near_names, shown
+from phaze.errors import PlanError, explained_by, meant, shown
 from phaze.interfaces import RunnableTarget, SpecTarget, Target
 from phaze.parallelism import MIXED_SEQUENCES, Parallelism, PipelineSchedule
 from phaze.targets import Capabilities
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["apply_plan", "axes_not_run", "export_plan", "obstacles", "spec_target"]
 
 
+@explained_by("targets")
 def apply_plan(
     plan: Plan,
     plugins: PluginManager,
@@ -42,14 +43,14 @@ def apply_plan(
     given = {name: value for name, value in named.items() if value is not None} | dict(others)
     for option in given:
         if option not in target.options:
-            known, near = ", ".join(target.options) or "none", near_names(option, target.options)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
             raise PlanError(
-                f"apply has no option {shown(option)} for target {target.name!r}; expected some of {known}.{hint}"
+                f"apply has no option {shown(option)} for target {target.name!r}; expected some of "
+                f"{', '.join(target.options) or 'none'}.{meant(option, target.options)}"
             )
     return target.apply(plan, model, mesh=mesh, loss_fn=loss_fn, plugins=plugins, options=given)
 
 
+@explained_by("targets")
 def spec_target(plan: Plan, plugins: PluginManager) -> SpecTarget:
     """The plan's own target, which says the plan as specs of arrays."""
     if plan.question.target is None:
@@ -63,6 +64,7 @@ def spec_target(plan: Plan, plugins: PluginManager) -> SpecTarget:
     return target
 
 
+@explained_by("targets")
 def export_plan(plan: Plan, plugins: PluginManager, name: str, model: object) -> Mapping[str, str]:
     """What a target writes for a plan: texts by file name."""
     target = _find_target(plan, plugins, name)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
-from phaze.errors import PhazeError
+from phaze.errors import PhazeError, explained_by
 from phaze.installed import installed_plugins
 from phaze.ir import RecomputeMode
 from phaze.parallelism import ZERO_STAGES, Parallelism
@@ -99,6 +99,7 @@ def _change_text(change: MemoryChange, plan: Plan) -> str:
     return f"{change.text}: {seconds_text(change.step_time_s)} a step ({slower:+.1%})"
 
 
+@explained_by("memory")
 def fit(
     model: object,
     inputs: object = None,

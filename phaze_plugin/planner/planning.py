@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Unpack
 
-from phaze.errors import PlanError, QuestionError, shown
+from phaze.errors import PlanError, QuestionError, explained_by, shown
 from phaze.installed import installed_plugins
 from phaze.objective import ObjectiveKind
 from phaze.parallelism import ALL_DEVICES, Offload, Parallelism, PipelineSchedule
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Evaluation", "evaluate", "optimize", "plan_for"]
 
 
+@explained_by("strategy")
 def optimize(
     model: object,
     inputs: object = None,
@@ -147,6 +148,7 @@ class Evaluation:
         return "\n".join(lines)
 
 
+@explained_by("strategy")
 def evaluate(
     model: object,
     inputs: object = None,
@@ -193,7 +195,7 @@ def _as_it_runs(question: Question, options: QuestionOptions) -> Question:
     runs_as = dict(question.graph.runs_as)
     if not runs_as:
         raise QuestionError(
-            "no strategy was given, and the model does not show one: only programs that were captured on several "
+            "strategy is not given, and the model does not show one: only programs that were captured on several "
             "devices do. Pass strategy=, or --strategy such as dp=8,tp=8."
         )
     used = math.prod(runs_as.get(name, 1) for name in ("dp", "cp", "tp"))

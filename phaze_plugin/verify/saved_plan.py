@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from phaze.asked_model import as_stack_runs, ready_to_plan
 from phaze.cost import fuses_loss
-from phaze.errors import PhazeError, PlanError, shown
+from phaze.errors import PhazeError, PlanError, explained_by, shown
 from phaze.hardware import Cluster
 from phaze.hardware.hardware_files import cluster_to_json
 from phaze.installed import installed_plugins
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["differences", "load_plan", "model_differences", "priced_anew", "question_for"]
 
 
+@explained_by("files")
 def load_plan(
     path: str | os.PathLike[str],
     model: object = None,

@@ -40,7 +40,7 @@ def test_a_table_may_say_how_sequences_experts_and_states_were_divided(tmp_path:
         ("model,seconds\ngpt2,1\n", "lacks cluster, global_batch"),
         (
             "model,cluster,global_batch,seconds,micro_batch\n",
-            "unknown column 'micro_batch'. Did you mean 'micro_batch_size'",
+            "unknown column 'micro_batch'. Did you mean micro_batch_size",
         ),
         (f"{HEAD}\n", "has no rows"),
         (

@@ -130,5 +130,5 @@ def test_people_get_the_same_in_tables(
     assert f"numpy {numpy.__version__}" in lines
     assert "small size-limited more than 5 variables" in lines
     assert "frontend toy needs no_such_framework.nn phaze-toy 2.5" in lines
-    assert any(line.startswith("toy phaze-toy 2.5 1 frontends, 6 solvers, 1 accelerators") for line in lines)
+    assert any(line.startswith("toy phaze-toy 2.5 1 frontend, 6 solvers, 1 accelerator") for line in lines)
     assert "2 problems with plugins" in lines

@@ -7,11 +7,12 @@ import traceback
 
 import pytest
 
+import phaze
 from phaze import errors
 from phaze.cli import main
 from phaze.commands import COMMANDS
 from phaze.commands.command import build_parser
-from phaze.commands.help_topics import TOPICS
+from phaze.commands.help_topics import TERMS, TOPICS
 from phaze.errors import FormatError, HardwareError, PhazeError, PlanError, QuestionError, UnknownNameError
 from phaze.parallelism import STRATEGY_KEYS
 
@@ -85,16 +86,14 @@ CLASSES = sorted(
 
 
 def test_every_word_and_class_that_leads_to_a_topic_leads_to_one_that_exists() -> None:
-    by_class = {value.topic for value in CLASSES if isinstance(value.topic, str)}
-    assert {*by_class, *errors.TOPIC_OF_WORD.values()} <= set(TOPICS)
+    by_class = {value.topic for value in CLASSES if value.topic}
+    assert {*by_class, *errors.TOPIC_OF_WORD.values(), *TERMS.values()} <= set(TOPICS)
 
 
 def test_every_error_class_has_a_topic_or_is_left_without_one_on_purpose() -> None:
     """Graphs and schedules contradict themselves in too many ways for one text; of plans the first word decides."""
     without = {value for value in CLASSES if value.topic is None}
-    assert without == {errors.GraphError, errors.ScheduleError}
-    by_word = {value for value in CLASSES if isinstance(value.topic, property)}
-    assert by_word == {PlanError, QuestionError, UnknownNameError}
+    assert without == {errors.GraphError, errors.ScheduleError, PlanError, QuestionError, UnknownNameError}
 
 
 @pytest.mark.parametrize(
@@ -116,6 +115,42 @@ def test_every_error_class_has_a_topic_or_is_left_without_one_on_purpose() -> No
 def test_an_error_leads_to_the_topic_that_explains_it(error: PhazeError, topic: str | None) -> None:
     assert error.topic == topic
     assert traceback.format_exception_only(error)[1:] == ([f"see: phaze help {topic}\n"] if topic else [])
+
+
+def test_an_error_without_a_topic_takes_that_of_the_call_which_it_leaves() -> None:
+    with pytest.raises(PlanError, match="cannot be sliced as asked") as raised:
+        phaze.evaluate("gpt2", cluster="a100-80gb:8", strategy={"tp": 5})
+    assert raised.value.__notes__ == ["see: phaze help strategy"]
+    with pytest.raises(QuestionError) as raised, errors.explained_by("search"), errors.explained_by("files"):
+        raise QuestionError("precision is 'bf15'; expected ...")
+    assert raised.value.topic == "precision"
+
+
+def test_an_error_without_any_topic_names_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "plan.json"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "see: phaze export --help"
+
+
+def test_every_word_of_a_printed_plan_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = phaze.evaluate("gpt2", cluster="a100-80gb:8", strategy={"pp": 2, "tp": 2}, compares=False).plan
+    heads = {line.split()[0] for line in str(plan).splitlines() if line.startswith(("strategy", "step", "p"))}
+    words = [
+        *heads,
+        "dp",
+        "tp",
+        "pp",
+        "microbatch",
+        "zero",
+        "recompute",
+        "MFU",
+        "compute",
+        "exposed",
+        "bubble",
+        "update",
+    ]
+    words += [*(plan.stages[0].memory_bytes.keys() - {"total", "capacity"}), "fits", "marginal", "over", "ideal"]
+    for word in [*words, "bound", "gap", "slicing", "target"]:
+        assert len(printed(capsys, word).splitlines()) > 5
 
 
 def test_an_error_from_another_process_leads_to_its_topic_once() -> None:

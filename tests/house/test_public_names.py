@@ -39,7 +39,7 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "evaluate": (
         lambda: phaze.evaluate("gpt2-xl", cluster="a100-80gb:8", strategy={"ddp": 1}),
         ValueError,
-        "Did you mean 'dp'",
+        "Did you mean dp",
     ),
     "fit": (lambda: phaze.fit("gpt2-xl", cluster="a100-80gb:8", strategy={"zero": 4}), ValueError, "zero 4"),
     "import_graph": (lambda: phaze.import_graph(object()), ImportModelError, "no frontend imports"),

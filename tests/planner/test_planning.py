@@ -265,7 +265,7 @@ def test_a_wrong_argument_is_named_with_what_is_allowed(wrong: dict[str, object]
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ({"ddp": 8}, "Did you mean 'dp'"),
+        ({"ddp": 8}, "Did you mean dp"),
         ({"dp": 0}, "dp 0; expected a whole number"),
         ({"schedule": "2f2b"}, "schedule '2f2b'; expected one of none, gpipe"),
         ({"zero": 4}, "zero 4; expected one of"),

@@ -78,7 +78,7 @@ def test_a_dump_is_priced_as_it_runs(dumps: Path, tmp_path: Path) -> None:
     assert (strategy.dp, strategy.tp, strategy.pp, strategy.zero, strategy.micro_batch_size) == (2, 4, 1, 0, 8)
     with pytest.raises(QuestionError, match="the program runs on 8 devices, but the cluster has 4"):
         phaze.evaluate(path, cluster="a100-80gb:4")
-    with pytest.raises(QuestionError, match="no strategy was given, and the model does not show one"):
+    with pytest.raises(QuestionError, match="strategy is not given, and the model does not show one"):
         phaze.evaluate("gpt2", cluster="a100-80gb:4")
     graph = phaze.import_graph(path)
     graph.save(tmp_path / "graph.json")
