@@ -43,8 +43,10 @@ def test_every_table_has_one_reader_and_every_line_becomes_a_row_or_a_reason(
 
 def test_a_vtrain_line_is_a_question_with_whole_parts_of_its_vocabulary(published: ModuleType, tmp_path: Path) -> None:
     line = "single,A100-80GB,8,32,4,1024,16,24,1024,2,2,2,full,False,219.5\n"
-    (tmp_path / "vtrain_a100_measured.csv").write_text(VTRAIN + line, encoding="utf-8")
-    (row,) = published.read_rows(tmp_path)
+    many = "multi,A100-80GB,512,1536,2,8192,64,48,2048,8,32,2,full,False,14614\n"
+    (tmp_path / "vtrain_a100_measured.csv").write_text(VTRAIN + line + many, encoding="utf-8")
+    row, padded = published.read_rows(tmp_path)
+    assert (padded.reason, padded.model["vocab_size"]) == (None, 51200)
     assert row.reason is None
     assert row.seconds == pytest.approx(0.2195)
     assert row.model["vocab_size"] == 50256
