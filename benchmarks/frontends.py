@@ -128,6 +128,8 @@ def main() -> None:
     arguments = parser.parse_args()
     known = TORCH_MODELS if arguments.torch else JAX_MODELS if arguments.jax else NAMED_CONFIGS
     names = arguments.names or list(known)
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"unknown name {unknown[0]}; known are {', '.join(known)}")
     build = from_torch if arguments.torch else from_jax if arguments.jax else from_name
     phaze.import_graph("gpt2")  # so that no row pays for loading plugins
     whole = f"{'whole s':>9}" if arguments.torch else ""

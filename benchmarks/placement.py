@@ -35,6 +35,7 @@ import numpy as np
 from oracles.placement_instances import read_placement_instance
 
 import phaze
+from phaze.errors import ShardError
 from phaze.hardware import Cluster, InterconnectLevel, parse_cluster, precision_recipe, preset
 from phaze.place import (
     BoundaryTensor,
@@ -269,7 +270,10 @@ def model_problem(name: str, cluster: Cluster, batch: int, size: int, options: P
     for tp in TP_DEGREES:
         axis = Axis(cluster, tp)
         whole = [unsharded(ShardingProblem(graph=graph, layer=layer, axis=axis)) for layer in graph.layers]
-        layers = shard_model(graph, axis).layers if tp > 1 else whole
+        try:
+            layers = shard_model(graph, axis).layers if tp > 1 else whole
+        except ShardError:  # tp does not divide its heads
+            continue
         for layer in graph.distinct_layers:
             for mode in RecomputeMode:
                 profiles[layer.key, tp, mode] = profile_layer(layers[layer.index], mode, options)

@@ -47,7 +47,7 @@ def phaze_networks() -> Iterable[Network]:  # type: ignore[empty-body]
 
 @hookspec
 def phaze_op_prices() -> Mapping[str, OpPricer]:  # type: ignore[empty-body]
-    """Price ops by kind and function (`elementwise.gelu`), function (`gelu`) or kind; wins over the built-in price."""
+    """Price ops, instead of the built-in price: by kind and function (`elementwise.gelu`), by function, or by kind."""
 
 
 @hookspec
@@ -67,4 +67,4 @@ def phaze_stage_builders() -> Iterable[StageBuilder]:  # type: ignore[empty-body
 
 @hookspec
 def phaze_worlds() -> Iterable[World]:  # type: ignore[empty-body]
-    """Add ways to see the processes and devices that a launcher made this process one of."""
+    """Add ways to find out which processes and devices belong to the launch that this process is a part of."""

@@ -82,6 +82,7 @@ TOPIC_OF_WORD: Mapping[str, str] = MappingProxyType(
         "gap": "proof",
         "global_batch": "strategy",
         "global_batch_size": "strategy",
+        "graph": "models",
         "hbm_gib": "search",
         "inputs": "models",
         "journal": "search",

@@ -49,12 +49,12 @@ def load_graph(path: str | os.PathLike[str]) -> Graph:
 def import_graph(model: object, inputs: object = None, *, frontend: str | None = None, **options: object) -> Graph:
     """The operator graph of a model.
 
-    `model` is a known model's name, the path of a file, or an object of a framework; `inputs` are example inputs where
-    the frontend needs them; `frontend` names the frontend to use instead of the first that accepts the model; `options`
-    go to the frontend (a known model takes `sequence_length`).
+    `model` is the name of a known model, the path of a file, or an object of a framework. `inputs` are example inputs,
+    which modules and functions need. `frontend` names the frontend to use; by default it is the first one that accepts
+    the model. `options` go to the frontend; a known model takes `sequence_length`.
 
-    Raises UnknownNameError for an unknown model or frontend, ImportModelError if no frontend accepts the model or the
-    one that does cannot import it or does not take an option, PluginError if the named frontend fails.
+    Raises UnknownNameError for an unknown model or frontend, ImportModelError if no frontend accepts the model, or if
+    the one that does cannot import it or does not know an option, and PluginError if the named frontend fails.
     """
     return import_with_plugins(installed_plugins(), model, inputs, frontend=frontend, options=options)
 
@@ -216,9 +216,9 @@ def _advice_for(model: object) -> str:
 
 
 def last_compiled() -> tuple[Graph, ...]:
-    """The graphs that were captured last in this process, oldest first, at most 64; a model may be several graphs.
+    """The graphs that `torch.compile(backend="phaze")` captured last in this process, at most 64, the oldest first.
 
-    A graph's notes say which backend runs it.
+    A model may be several graphs. The notes of a graph say which backend runs it.
     """
     return tuple(_COMPILED)
 

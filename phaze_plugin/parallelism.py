@@ -125,19 +125,19 @@ class Parallelism:
 
     Attributes:
         dp: copies of the pipeline (data parallelism).
-        shard: how many of the dp x cp devices ZeRO divides its states over, neighbours on the network; a divisor of
-            dp x cp, or "all" of them. Groups of so many devices hold copies.
+        shard: over how many of the dp x cp devices ZeRO shards, neighbours on the network; a divisor of dp x cp, or
+            "all" of them. Each group of so many devices holds a whole copy.
         zero: ZeRO stage, 0 to 3.
         cp: devices that each sequence is split over (context parallelism).
         ep: devices that experts are divided over, of the dp x cp ones (expert parallelism).
         tp: devices that each layer is split over (tensor parallelism).
-        expert_tp: tp devices that each expert is cut over: tp of them, or 1 where whole experts are divided over
-            them, so over ep x tp devices; None without such experts, or where layers differ.
-        sequence_parallel: whether tensors between layers are split along the sequence over the tp devices; False splits
-            no sequence inside of layers either; "mixed" splits wherever it makes the layers fastest.
+        expert_tp: over how many of the tp devices each expert is cut. It is tp, or 1 if whole experts are divided over
+            ep x tp devices; None without experts, or if layers differ.
+        sequence_parallel: whether tensors between layers are split along the sequence over the tp devices. With False
+            no sequence is split inside of layers either; "mixed" splits wherever it makes the layers fastest.
         pp: devices along the pipeline; each position takes tp of them in every copy.
         schedule: the order of the pipeline's passes; "none" for a single stage.
-        chunks: stages on each device; more than one only in interleaved pipelines, and two in those of V shape.
+        chunks: stages on each device: several in interleaved pipelines, two in those of V shape, one in all others.
         micro_batch_size: sequences in a microbatch.
         recompute: the recompute mode of each stage; empty while stages are not chosen yet.
         offload: what is kept in the host's memory.

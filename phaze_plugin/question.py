@@ -93,9 +93,9 @@ class QuestionOptions(TypedDict, total=False):
         tp: tensor-parallel degrees to try, one or several.
         cp: devices to split each sequence over, one or several values to try.
         ep: devices to divide experts over, one or several values to try.
-        recompute: recompute modes to try, by name; "budget" stands for all that keep what pays most within a budget of
-            memory. By default none, selective and full, as far as the target runs them.
-        expert_imbalance: how many times its equal share of tokens an expert is assumed to take; 1 by default.
+        recompute: recompute modes to try, by name; "budget" stands for budget-75, budget-50 and budget-25. By default
+            none, selective and full, as far as the target runs them.
+        expert_imbalance: how many times its equal share of tokens each expert is assumed to take; 1 by default.
         sequence_length: tokens in a sequence, instead of the model's own length.
         loss_fn: the loss of a module's output (and of `targets`), for a module that returns none.
         targets: examples of what `loss_fn` compares with.
@@ -104,13 +104,14 @@ class QuestionOptions(TypedDict, total=False):
         constraints: layouts that parameters or tensors must have.
         calibration: a Calibration or the file of one, instead of the chip's own.
         attention: "fused" (one kernel that stores no scores) or "unfused"; by default what the chip's software does.
-        objective: what is made small: "throughput" (the step time on all devices, the default), "cost" (money per
-            million tokens), "energy" (joules per token) or "devices"; all but the first choose how many are used.
-        price: money for one device-hour, for the cost; by default the cluster's.
-        step_time: seconds that a step may take at most, for the fewest devices; by default whatever fits.
-        gap: how far from the proven optimum the answer may stay, as a part of what is made small.
-        solver: the linear solver of sharding and schedules (highs, scip, cp-sat, gurobi, or a plugin's); by default the
-            built-in ones shard, and an exact search schedules.
+        objective: what is made least: "throughput" (the step time on all devices, the default), "cost" (money per
+            million tokens), "energy" (joules per token) or "devices". All but the first also choose how many devices
+            are used.
+        price: the money for one device-hour, for the cost; by default that of the cluster.
+        step_time: the most seconds that a step may take, for the fewest devices; by default any plan that fits will do.
+        gap: the search may end when the answer is proven to be so near to the best; 0.01 is 1 %.
+        solver: the linear solver for sharding and schedules (highs, scip, cp-sat, gurobi, or a plugin's). By default
+            none: both are solved by exact methods of Phaze's own.
     """
 
     cluster: str | Cluster | None

@@ -142,10 +142,11 @@ def grid(
 ) -> AcceleratorArray:
     """Every combination of the values that keeps within the limits, in order of its tuple.
 
-    Without ``vector_lanes`` a vector core has as many lanes as an array has rows. Clock and bandwidth are tpuv4-paper's
-    unless given. ``prices`` are the user's own: what a device costs at least (``device``), what a mm2 costs (``mm2``)
-    and what a GB/s of HBM costs (``hbm_gb_per_s``); ``max_price`` limits their sum. ``where`` takes all points and says
-    which are kept. Raises QuestionError naming an empty field, a limit that leaves nothing, or too large a grid.
+    Without ``vector_lanes`` a vector core has as many lanes as an array has rows. Clock and bandwidth are those of
+    tpuv4-paper unless they are given. ``prices`` are your own numbers: for each device (``device``), for a mm2 of its
+    area (``mm2``) and for a GB/s of its HBM (``hbm_gb_per_s``); ``max_price`` limits their sum. ``where`` is a function
+    that takes all points and returns True for those to keep. Raises QuestionError for an empty field, a limit that
+    leaves nothing, or too large a grid.
     """
     fields = {
         "tensor_cores": tensor_cores,

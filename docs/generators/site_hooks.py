@@ -41,5 +41,7 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def _mathml(formula: re.Match[str]) -> str:
-    display = "block" if formula[1] == "div" else "inline"
-    return convert(html.unescape(formula[2]).strip(), display=display)
+    text = html.unescape(formula[2]).strip()
+    if formula[1] == "div":
+        return f'<div class="formula">{convert(text, display="block")}</div>'
+    return convert(text)

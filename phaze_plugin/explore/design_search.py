@@ -106,23 +106,23 @@ def search(
 ) -> SearchResult | SampledSearch:
     """The best accelerator of a space for one model or several, each with its best plan, and a proof.
 
-    Every accelerator of `space` is tried with every memory of `hbm_gib` on `devices` of it, joined by `network`. The
-    `objective` says what is made large: "throughput", "throughput-per-area" or "throughput-per-energy". Several models
-    count by their ratios to tpuv4-paper; the ratios are averaged with `weights`, or the worst of them counts
-    (`combine`). With `front`, the whole front of throughput, area and energy is found. `compatibility="paper"` counts
-    as the paper does. `SearchOptions` explains every option. Nothing is drawn at random: the same question has the same
-    answer.
+    A design is an accelerator of `space` with one of the memories of `hbm_gib`. The model trains on `devices` of them,
+    joined by `network`. `objective` says what is best: "throughput", "throughput-per-area" or "throughput-per-energy".
+    For several models, each model's value is divided by that of tpuv4-paper; the ratios are averaged with `weights`, or
+    the worst of them counts (`combine`). With `front`, all designs are found that no other beats in throughput, area
+    and energy. `SearchOptions` explains every option. The same question has the same answer.
 
-    Other methods than "exact" are baselines that draw designs and prove nothing: "spotlight" and "tpe" (with the extra
-    `baselines`), "random", and "spotlight-delay", which looks at one device's layers only. Each is run with seeds 0 to
-    `seeds` - 1 and so many `evaluations`, and the answer is a `SampledSearch`.
+    The other methods are baselines, which draw designs at random and prove nothing: "spotlight" and "tpe" (with the
+    extra `baselines`), "random", and "spotlight-delay", which looks at the layers of one device only. Each runs with
+    the seeds 0 to `seeds` - 1 and evaluates `evaluations` designs; the answer is a `SampledSearch`.
 
     `executor` is a concurrent.futures.Executor, "processes:4", "serial" or "dask://host:port"; the answer does not
-    depend on it. A Dask scheduler that is not on this machine needs `trust_scheduler`. A `journal` file lets a killed
-    search resume. `time_limit_s` and Ctrl-C end it with the best so far. With `top`, the best few designs are told,
-    with `sensitivity` the best one with each axis one step either way. `network` may be several texts for one model.
+    depend on it. A Dask scheduler on another machine needs `trust_scheduler`. With a `journal` file, a search that was
+    killed goes on where it was. `time_limit_s` and Ctrl-C end it with the best so far. With `top`, the answer has the
+    best few designs; with `sensitivity`, it has the best design with each size one step larger and smaller. For one
+    model, `network` may be several networks.
 
-    Raises QuestionError (a ValueError) naming a wrong argument, and other PhazeErrors where nothing fits.
+    Raises QuestionError (a ValueError) for a wrong argument, and other errors of `phaze.errors` if nothing fits.
     """
     chosen = _checked_method(method, seeds, evaluations, journal, is_front=bool(options.get("front")))
     if time_limit_s is not None and not (isinstance(time_limit_s, int | float) and time_limit_s > 0):

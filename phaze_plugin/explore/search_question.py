@@ -162,17 +162,17 @@ class SearchOptions(TypedDict, total=False):
         precision: as `phaze.optimize` takes it.
         sequence_length: tokens in a sequence, instead of the models' own length.
         schedule: pipeline schedules to try.
-        compatibility: "paper" counts as the paper does.
+        compatibility: "paper" counts time and memory as the paper does.
         objective: what is made large: "throughput", "throughput-per-area" or "throughput-per-energy".
         combine: how ratios of several models are joined: "average" or "worst".
         weights: of the models in an average.
-        front: whether the whole front of throughput, area and energy is wanted.
-        strategy: what is fixed of the plans (dp, tp, pp, schedule, chunks, zero, shard, micro_batch_size), so that only
+        front: whether to find all designs that no other beats in throughput, area and energy.
+        strategy: a strategy that is fixed (dp, tp, pp, schedule, chunks, zero, shard, micro_batch_size), so that only
             the accelerator is searched; one for all models, or a sequence with one for each.
-        calibration: how far the accelerators stay behind their ideal.
+        calibration: a Calibration or the file of one; without it, accelerators are ideal.
         attention: "fused" or "unfused" (the default, as in the paper).
-        gap: how far from the proven optimum the answer may stay.
-        top: how many of the best designs are wanted: no other design exceeds the last of them by more than the gap.
+        gap: the search may end when the answer is proven to be so near to the best; 0.01 is 1 %.
+        top: how many of the best designs to return; no other design is better than the last of them by more than `gap`.
     """
 
     devices: int

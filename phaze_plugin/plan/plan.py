@@ -296,12 +296,12 @@ class Explainer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What `phaze.optimize` returns; see the module's words and those of its parts.
+    """What `phaze.optimize` returns. `print` it, `explain` it, `save` it, `apply` it or `export` it.
 
-    `bound_s`: no plan of any slicing that was offered (of the strategy, where one was given) is faster on as many
-    devices. `value` is what was made small. `gap` is (reached - bound) / reached of it, and where the fewest devices
-    were asked for at least that of the step. `is_explained` is False while nobody has looked for runners-up and
-    changes; `explain()` does, by the `explainer`.
+    `bound_s` is a time that no plan of any slicing that was offered (or of the strategy that was given) can beat on as
+    many devices. `value` is what was made least, and `gap` is (reached - bound) / reached of it; if the fewest devices
+    were asked for, it is at least the gap of the step. `is_explained` is False until somebody asked for the best plans
+    of other kinds; `explain()` looks for them, by the `explainer`.
     """
 
     model: ModelFacts
@@ -374,7 +374,7 @@ class Plan:
         return self if looks is None else looks.explained(self, model, inputs)
 
     def explain(self, model: object = None, inputs: object = None) -> str:
-        """Why: what binds, what other plans cost and other hardware brings, what fits; arguments of `explained`."""
+        """Why it is so, as text: what binds, other plans, other hardware. Its arguments are those of `explained`."""
         from phaze.report.plan_text import explanation
 
         return explanation(self.explained(model, inputs))
@@ -396,12 +396,12 @@ class Plan:
     ) -> Any:
         """The model arranged as the plan says, by the target that the plan was made for; see `phaze.backends`.
 
-        `mesh` is a device mesh of the plan's sizes; without one it is made. `inputs` are those that `optimize` took;
-        `optimizer` is a class of torch or an object such as optax's; `loss_fn` is the loss of what a module returns. In
-        JAX, `targets` is the second argument of `loss_fn`, and `takes_mean` says that the mean of microbatches' losses
-        is wanted where a loss is no mean over samples. In torch, `loss_weight` says how much a microbatch's loss counts
-        ("samples", "sum" or a function), `batch_norm` is "synchronized" or "local", and `weights` fills models on the
-        meta device. `others` are a plugin target's options. Raises PlanError where plan, model and options do not fit.
+        `inputs` are those that `optimize` took. `optimizer` is a class of torch, or an object such as those of optax.
+        `loss_fn` is the loss of what a module returns. `mesh` is a device mesh of the plan's sizes; by default one is
+        made. In JAX, `targets` is the second argument of `loss_fn`, and `takes_mean` asks for the mean of the losses of
+        microbatches, whatever the loss is. In torch, `loss_weight` says how much the loss of a microbatch counts
+        ("samples", "sum" or a function), `batch_norm` is "synchronized" or "local", and `weights` fills models that are
+        on the meta device. `others` are for targets of plugins. Raises PlanError if plan, model and options disagree.
         """
         from phaze.plan.handover import apply_plan
 
@@ -410,15 +410,15 @@ class Plan:
         return apply_plan(self, installed_plugins(), model, mesh, loss_fn, named, others)
 
     def specs(self, *trees: object) -> Any:
-        """PartitionSpecs on `mesh()` for trees of the user's own arrays: parameters first, optimizer's state, batch.
+        """PartitionSpecs on `mesh()` for trees of your own arrays: parameters first, then optimizer state and batch.
 
-        Raises PlanError where the target is none of JAX.
+        Raises PlanError for a plan whose target is not one of JAX.
         """
         specs = tuple(self._spec_target().specs(self, trees))
         return specs if len(specs) != 1 else specs[0]
 
     def mesh(self, *, explicit: bool = False) -> Any:
-        """The mesh of the first devices that JAX sees, by whose axes `specs` are said; `explicit` axes if so asked."""
+        """The mesh of the first devices that JAX sees; `specs` name its axes, which are explicit if asked for."""
         return self._spec_target().mesh(self, explicit=explicit)
 
     def constraints(self) -> Mapping[str, Any]:

@@ -53,7 +53,7 @@ class MemoryFit:
         items_gib: what the fullest device holds, by item.
         total_gib: all of it.
         capacity_gib: what a device has.
-        margin: the part of it that should stay free, which is how far measured runs went beyond such predictions.
+        margin: the part of it that should stay free, because measured runs needed so much more than was predicted.
         changes: the cheapest single changes that make it fit; empty where it fits.
         plan: the plan that this is about.
     """
@@ -108,9 +108,9 @@ def fit(
     plugins: PluginManager | None = None,
     **options: Unpack[QuestionOptions],
 ) -> MemoryFit:
-    """Whether a model fits on a cluster, with a strategy of one's own or with any.
+    """Whether a model fits on a cluster, with a given strategy or, without one, with any.
 
-    Arguments are those of `phaze.optimize`; `strategy` is that of `phaze.evaluate`. Raises as these do.
+    The arguments are those of `phaze.optimize`; `strategy` is that of `phaze.evaluate`. It raises what these raise.
     """
     plugins = plugins or installed_plugins()
     if not strategy:

@@ -46,31 +46,27 @@ def optimize(
     """Find the fastest way to train a model on a cluster, or the best one by another objective.
 
     Args:
-        model: anything that `import_graph` takes: a torch module, a JAX function, a built-in name, a file, a Graph.
-        inputs: examples of the model's inputs, where they cannot be found.
-        explain: look for the best plans of other kinds and for what other hardware would bring at once; by default
-            `plan.explain()` looks for them.
-        time_limit_s: ends the search with the best plan so far, marked as interrupted; so does Ctrl-C.
-        progress: called with a `phaze.planner.Progress` after every piece of work.
-        plugins: the loaded plugins; by default all that are installed.
-        **options: what `phaze.question.QuestionOptions` lists, all optional:
+        model: a torch module, a JAX loss function, a known name, the path of a file, or a Graph.
+        inputs: examples of the model's inputs; modules and functions need them, other models have their own.
+        explain: also look for the best plans of other kinds, and for what other hardware would bring. If False,
+            `plan.explain()` does this later.
+        time_limit_s: seconds after which the search ends with the best plan so far; Ctrl-C does the same.
+        progress: a function that is called with a `phaze.planner.Progress` after every piece of work.
+        plugins: the plugins to use; by default all that are installed.
+        **options: all are optional; `QuestionOptions` explains each of them:
 
-            cluster (text such as "a100-80gb:64", or a Cluster; by default the devices that are visible),
-            global_batch_size (sequences in a step; by default 8 per device), optimizer ("adamw", "sgd", "muon", ..),
-            precision ("bf16", "fp32", "fp8", .. or a recipe), micro_batch_size and tp (values to try, one or several),
-            recompute (modes to try, such as ("none", "budget", "full")), sequence_length, loss_fn and targets (for a
-            module that returns no loss; its plan is applied with the same loss_fn), target (what is to run the plan: a
-            name, "auto" for the model's own framework, None for analysis),
-            constraints (layouts that tensors must have), calibration, attention ("fused" or "unfused"; by default what
-            the chip's software does), objective ("throughput", "cost", "energy" or "devices") with price (money for a
-            device-hour) and step_time (seconds that a step may take), gap (how near to the proven optimum), solver (the
-            linear solver of sharding and schedules).
+            - the devices: cluster, such as "a100-80gb:64" (by default those that this process sees)
+            - the training: global_batch_size, optimizer, precision, sequence_length, loss_fn, targets
+            - what may be chosen: micro_batch_size, tp, cp, ep, recompute, constraints, expert_imbalance
+            - what runs the plan: target ("auto", the name of a tool, or None for an analysis)
+            - what is best: objective, price, step_time, gap
+            - how it is predicted: calibration, attention, solver, frontend_options
 
-    A model that does not fit gets a plan that says so, with the changes after which it would. In a launch of several
-    processes rank 0 plans for all.
+    If the model does not fit, the plan says so, and names changes that would make it fit. In a launch of several
+    processes, rank 0 plans for all of them.
 
-    Raises QuestionError (a ValueError) naming a wrong argument, and other PhazeErrors for models, clusters and plans
-    that cannot be.
+    Raises QuestionError (a ValueError) for a wrong argument, and other errors of `phaze.errors` for models, clusters
+    and plans that are not possible.
     """
     watch = _watch(progress, time_limit_s)
     plugins = plugins or installed_plugins()
@@ -97,10 +93,10 @@ _COMPARED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A strategy of one's own, priced: its plan, the best plan, and the single change that brings most.
+    """What `phaze.evaluate` returns: the given strategy's plan, the best plan, and the change that helps most.
 
-    `change` is None where nothing was compared or no single change helps. `is_interrupted` says that the time was over
-    before everything was compared.
+    `change` is None if nothing was compared, or if no single change helps. `is_interrupted` is True if the time was
+    over before everything was compared.
     """
 
     plan: Plan
@@ -120,12 +116,12 @@ class Evaluation:
 
     @property
     def slower_than_best(self) -> float | None:
-        """By which part the strategy's step takes longer than the best plan's."""
+        """How much longer the strategy's step takes than the best plan's: 0.1 for 10 %."""
         return None if self.best is None else self.plan.step_time_s / self.best.step_time_s - 1
 
     @property
     def worse_than_best(self) -> float | None:
-        """By which part the strategy has more than the best plan of what is made small: seconds, money, joules, .."""
+        """As `slower_than_best`, for what the objective makes least: seconds, money, joules or devices."""
         return None if self.best is None else self.plan.value.reached / self.best.value.reached - 1
 
     def _repr_html_(self) -> str:
@@ -160,15 +156,15 @@ def evaluate(
     plugins: PluginManager | None = None,
     **options: Unpack[QuestionOptions],
 ) -> Evaluation:
-    """Price a strategy of one's own on the model of `optimize`, and say what the best plan would bring.
+    """Predict what a strategy of your own takes, and compare it with the best plan.
 
     `strategy` has some of the fields of `phaze.Parallelism` (dp, tp, pp, micro_batch_size, schedule, chunks, zero,
-    sequence_parallel, recompute, ...) and `stages` (layers per stage); what is left out is optimised. A program
-    that was captured on several devices (an HLO dump) needs none: it is priced as it runs, with the batch that it has.
-    A strategy that does not fit is priced all the same, and says so. With `compares=False` the best plan is not looked
-    for. All other arguments are those of `optimize`.
+    sequence_parallel, recompute, ...) and `stages` (the number of layers in each stage). Fields that are left out are
+    chosen as well as possible. A program that was captured on several devices (an HLO dump) needs no strategy: it is
+    priced as it runs, with its own batch. A strategy that does not fit is priced, too; its plan says that it does not
+    fit. With `compares=False` the best plan is not looked for. All other arguments are those of `optimize`.
 
-    Raises as `optimize` does; QuestionError also for a key or value that a strategy cannot have.
+    Raises what `optimize` raises, and QuestionError for a key or value that a strategy cannot have.
     """
     watch = _watch(progress, time_limit_s)
     question = ask(model, inputs, options, plugins or installed_plugins(), strategy)
