@@ -37,7 +37,9 @@ def configure(parser: ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--measured", metavar="FILE", help="CSV of steps: model, cluster, global_batch, seconds, ..")
     source.add_argument("--trace", metavar="FILE", help="Chrome trace of torch.profiler of a training step")
-    parser.add_argument("--terms", metavar="NAME,NAME", help="what to fit to measured steps (default: what they show)")
+    parser.add_argument(
+        "--terms", metavar="NAME,NAME", help="terms to fit to measured steps (default: those that they can tell apart)"
+    )
     parser.add_argument("--stack", choices=_STACKS, help="what the framework fuses and hides (default: the chip's own)")
     parser.add_argument("--model", metavar="MODEL", help="of the trace: a known name, a config.json or a saved graph")
     parser.add_argument("--cluster", metavar="CHIP:1", help="of the trace (one device)")

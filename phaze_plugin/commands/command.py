@@ -91,7 +91,9 @@ def add_json_option(parser: ArgumentParser) -> None:
 def add_attention_option(parser: _ActionsContainer) -> None:
     """Let somebody say how attention runs."""
     parser.add_argument(
-        "--attention", choices=("fused", "unfused"), help="one kernel, or products (default: as the chip's software)"
+        "--attention",
+        choices=("fused", "unfused"),
+        help="one kernel, or separate products (default: what the chip's software does)",
     )
 
 

@@ -335,7 +335,7 @@ def _all_reduces(cluster: Cluster) -> Iterator[tuple[int, float]]:
 cluster_command = Command(
     name="cluster",
     group=CommandGroup.HARDWARE,
-    summary="show what is understood of a cluster's text, or list known networks",
+    summary="show how the text of a cluster is understood, or list known networks",
     configure=_configure_cluster,
     run=_run_cluster,
 )

@@ -53,12 +53,19 @@ def _configure_cost(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--top", type=positive_integer, default=_TOP, metavar="N", help=f"rows to show (default {_TOP})"
     )
-    parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
+    parser.add_argument(
+        "--sequence-length",
+        type=positive_integer,
+        metavar="N",
+        help="positions of a sequence (default: the model's own)",
+    )
     parser.add_argument(
         "--micro-batch-size", type=positive_integer, metavar="N", help="sequences per microbatch (default 1)"
     )
     parser.add_argument("--precision", default="bf16-adam", metavar="RECIPE", help="default bf16-adam")
-    parser.add_argument("--fuse", action="store_true", help="join elementwise epilogues to their matrix ops")
+    parser.add_argument(
+        "--fuse", action="store_true", help="fuse elementwise operators into the matrix products before them"
+    )
     add_attention_option(parser)
     add_json_option(parser)
     add_file_arguments(parser)
@@ -160,7 +167,7 @@ def _cost_cells(row: CostRow, total_s: float) -> tuple[str, ...]:
 cost = Command(
     name="cost",
     group=CommandGroup.HARDWARE,
-    summary="price a model's distinct ops on a chip, most expensive first, with what binds them",
+    summary="list what the operators of a model cost on a chip, the most expensive first, and what limits each",
     configure=_configure_cost,
     run=_run_cost,
 )
@@ -227,14 +234,23 @@ def _configure_schedule(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--micro-batch-size", type=positive_integer, metavar="N", help="sequences per microbatch (default 1)"
     )
-    parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
+    parser.add_argument(
+        "--sequence-length",
+        type=positive_integer,
+        metavar="N",
+        help="positions of a sequence (default: the model's own)",
+    )
     parser.add_argument("--precision", default="bf16-adam", metavar="RECIPE", help="default bf16-adam")
     parser.add_argument("--method", default="auto", metavar="NAME", help=f"{_METHODS} (default auto)")
     parser.add_argument(
         "--solver", metavar="NAME", help="run the paper's integer program on highs, scip, gurobi or a plugin's solver"
     )
     parser.add_argument(
-        "--gap", type=gap, default=0.01, metavar="PART", help="proof to reach (default 0.01; 0 optimal)"
+        "--gap",
+        type=gap,
+        default=0.01,
+        metavar="PART",
+        help="end when the answer is proven to be this near to the best (default 0.01)",
     )
     add_attention_option(parser)
     parser.add_argument("--trace", metavar="FILE", help="write the layer's schedule as a Chrome trace")

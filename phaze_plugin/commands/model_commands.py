@@ -107,7 +107,12 @@ def _configure_import(parser: ArgumentParser) -> None:
         help="a known name (none: list them), a config.json or its folder, a saved graph, an HLO or StableHLO file, or "
         "a folder that XLA dumped",
     )
-    parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
+    parser.add_argument(
+        "--sequence-length",
+        type=positive_integer,
+        metavar="N",
+        help="positions of a sequence (default: the model's own)",
+    )
     parser.add_argument(
         "--micro-batch-size",
         type=positive_integer,

@@ -109,8 +109,8 @@ def _configure_evaluate(parser: ArgumentParser) -> None:
         "--strategy",
         type=strategy,
         metavar="KEY=VALUE,...",
-        help="such as dp=8,tp=8,pp=1,zero=1,recompute=full; what is left out is optimised (default: as a dump of "
-        "several devices runs)",
+        help="such as dp=8,tp=8,pp=1,zero=1,recompute=full; what is left out is chosen for you (default: what "
+        "a dump of several devices shows)",
     )
     parser.add_argument(
         "--from",

@@ -48,10 +48,13 @@ def add_file_arguments(parser: ArgumentParser) -> None:
             f"--{role}", action="append", metavar="ARGUMENT", help=f"{role} of the file, by index or path; repeatable"
         )
     group.add_argument("--loss", metavar="OUTPUT", help="the result to train, by index or name")
-    group.add_argument("--module", metavar="NAME", help="which of several modules (default: most flops)")
+    group.add_argument("--module", metavar="NAME", help="which of several modules (default: that with the most flops)")
     group.add_argument("--entry", metavar="NAME", help="the function to import (default main)")
     group.add_argument(
-        "--trips", type=positive_integer, metavar="N", help="trips of loops that depend on data (default 1)"
+        "--trips",
+        type=positive_integer,
+        metavar="N",
+        help="how often to count a loop whose end depends on data (default 1)",
     )
 
 
@@ -96,14 +99,14 @@ def add_question_arguments(parser: ArgumentParser) -> None:
     group.add_argument("--time-limit", type=float, metavar="S", help="end with the best so far after so many seconds")
     group.add_argument("--out", metavar="FILE", help="save the plan as JSON")
     group.add_argument("--trace", metavar="FILE", help="write the step's timeline as a Chrome trace, for Perfetto")
-    group.add_argument("--quiet", action="store_true", help="print nothing; files and the exit code tell")
+    group.add_argument("--quiet", action="store_true", help="print nothing: only write files and set the exit code")
 
 
 def add_question_options(parser: ArgumentParser) -> None:
     """Add the options that become arguments of `phaze.optimize`."""
     _add_asked_options(parser.add_argument_group("what is asked"))
     _add_choice_options(parser.add_argument_group("what may be chosen"))
-    _add_price_options(parser.add_argument_group("what things cost, and how well that is searched"))
+    _add_price_options(parser.add_argument_group("prices and proof"))
     add_file_arguments(parser)
 
 
@@ -118,7 +121,12 @@ def _add_asked_options(group: _ActionsContainer) -> None:
     group.add_argument(
         "--global-batch", type=positive_integer, metavar="N", help="sequences per step (default 8 a device)"
     )
-    group.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
+    group.add_argument(
+        "--sequence-length",
+        type=positive_integer,
+        metavar="N",
+        help="positions of a sequence (default: the model's own)",
+    )
     group.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32, fp8, ..")
     group.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw (default), sgd, muon, adam8bit, ..")
     group.add_argument("--inference", action="store_true", help="plan the forward alone (as --optimizer none)")
@@ -127,10 +135,12 @@ def _add_asked_options(group: _ActionsContainer) -> None:
         "--objective",
         default="throughput",
         metavar="NAME",
-        help="throughput (default), cost, energy or devices; the last three take as many devices as serve them best",
+        help="throughput (default), cost, energy or devices; the last three also choose how many devices to use",
     )
-    group.add_argument("--price", type=float, metavar="X", help="money for one device-hour, for the cost")
-    group.add_argument("--step-time", type=float, metavar="S", help="seconds that a step may take, for the devices")
+    group.add_argument("--price", type=float, metavar="X", help="money for one device-hour, for --objective cost")
+    group.add_argument(
+        "--step-time", type=float, metavar="S", help="the most seconds that a step may take, for --objective devices"
+    )
 
 
 def _add_choice_options(group: _ActionsContainer) -> None:
@@ -143,7 +153,7 @@ def _add_choice_options(group: _ActionsContainer) -> None:
         "--cp",
         type=numbers,
         metavar="N,N",
-        help="devices to split each sequence over (default: as far as long ones need)",
+        help="devices to split each sequence over (default: more than 1 for long ones only)",
     )
     group.add_argument(
         "--ep", type=numbers, metavar="N,N", help="devices to divide experts over (default: all that mixtures allow)"
@@ -152,7 +162,7 @@ def _add_choice_options(group: _ActionsContainer) -> None:
         "--recompute",
         type=_names,
         metavar="NAME,NAME",
-        help="recompute modes to try (default none,selective,full); budget: what pays most within parts of the memory",
+        help="recompute modes to try (default none,selective,full); budget stands for budget-75, -50 and -25",
     )
 
 
@@ -170,7 +180,11 @@ def _add_price_options(group: _ActionsContainer) -> None:
         help="assume that experts take X times their equal share of tokens (default 1)",
     )
     group.add_argument(
-        "--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01; 0 optimal)"
+        "--gap",
+        type=float,
+        default=0.01,
+        metavar="PART",
+        help="end when the answer is proven to be this near to the best (default 0.01)",
     )
     group.add_argument(
         "--solver",

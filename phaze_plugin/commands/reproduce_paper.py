@@ -62,13 +62,25 @@ def configure(parser: ArgumentParser) -> None:
         metavar="NAME,NAME",
         help="one chip for all models as well, by the average of their ratios, the worst, or both: average,worst",
     )
-    parser.add_argument("--seeds", type=positive_integer, default=10, metavar="N", help="of each (default 10)")
-    parser.add_argument("--evaluations", type=positive_integer, default=100, metavar="N", help="of each (default 100)")
+    parser.add_argument(
+        "--seeds", type=positive_integer, default=10, metavar="N", help="runs of each baseline (default 10)"
+    )
+    parser.add_argument(
+        "--evaluations", type=positive_integer, default=100, metavar="N", help="designs of each run (default 100)"
+    )
     parser.add_argument("--devices", type=positive_integer, default=1024, metavar="N", help="(default 1024)")
     parser.add_argument("--global-batch", type=positive_integer, default=4096, metavar="N", help="(default 4096)")
     parser.add_argument("--space", default="paper", metavar="NAME", help="as for `phaze search` (default paper)")
-    parser.add_argument("--hbm", type=numbers, default=(32, 64, 80), metavar="N,N", help="GiB (default 32,64,80)")
-    parser.add_argument("--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01)")
+    parser.add_argument(
+        "--hbm", type=numbers, default=(32, 64, 80), metavar="N,N", help="memories to try, in GiB (default 32,64,80)"
+    )
+    parser.add_argument(
+        "--gap",
+        type=float,
+        default=0.01,
+        metavar="PART",
+        help="end when the answer is proven to be this near to the best (default 0.01)",
+    )
     parser.add_argument("--executor", default="serial", metavar="NAME", help="of the baselines (default serial)")
     parser.add_argument("--out", metavar="FILE", help="keep every finished row there as JSON, and go on from it")
     parser.add_argument("--journals", metavar="FOLDER", help="keep a journal of each exact search, for `phaze verify`")

@@ -136,7 +136,7 @@ def _search_findings(arguments: Namespace) -> list[Finding]:
 verify_plan = Command(
     name="verify",
     group=CommandGroup.PLANS,
-    summary="derive every number of a saved plan or of a search's journal again",
+    summary="compute every number of a saved plan or of a search's journal again, by separate code",
     configure=_configure_verify,
     run=_run_verify,
 )

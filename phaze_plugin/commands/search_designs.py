@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["search_designs"]
 
 _SPACE_HELP = """\
-a space of one's own, every combination of these that keeps within the limits (numbers, lists or ranges; vector_lanes,
-clock_hz, hbm_bandwidth_bytes_per_s, min_area_mm2, prices and max_price may be added, limits left out):
+A space of your own is a JSON file. It has every combination of these values (numbers, lists or ranges) that keeps within
+the limits. vector_lanes, clock_hz, hbm_bandwidth_bytes_per_s, min_area_mm2, prices and max_price may be added:
   {"format": "phaze-space", "version": 1, "tensor_cores": [1, 2, 4], "tensor_rows": 128, "tensor_cols": [64, 128],
    "vector_cores": {"from": 1, "to": 16, "times": 2}, "buffer_mib": [16, 32], "max_area_mm2": 300, "max_power_w": 400}
 """
@@ -32,10 +32,19 @@ clock_hz, hbm_bandwidth_bytes_per_s, min_area_mm2, prices and max_price may be a
 
 def configure(parser: ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="as for `phaze optimize`; several count by ratios")
-    parser.add_argument("--devices", required=True, type=positive_integer, metavar="N", help="accelerators to train on")
+    parser.add_argument(
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help="as for `phaze optimize`; of several, the ratios to tpuv4-paper count",
+    )
+    parser.add_argument(
+        "--devices", required=True, type=positive_integer, metavar="N", help="how many accelerators to train on"
+    )
     parser.add_argument("--space", default="paper", metavar="NAME", help="paper (default) or a JSON file, see below")
-    parser.add_argument("--hbm", type=numbers, default=(32, 64, 80), metavar="N,N", help="GiB (default 32,64,80)")
+    parser.add_argument(
+        "--hbm", type=numbers, default=(32, 64, 80), metavar="N,N", help="memories to try, in GiB (default 32,64,80)"
+    )
     parser.add_argument(
         "--micro-batch-size", type=numbers, default=(1, 2, 4, 8), metavar="N,N", help="sizes to try (default 1,2,4,8)"
     )
@@ -52,7 +61,12 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw (default), sgd, muon, adam8bit, ..")
     parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32, fp8, ..")
-    parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the models' own")
+    parser.add_argument(
+        "--sequence-length",
+        type=positive_integer,
+        metavar="N",
+        help="positions of a sequence (default: the models' own)",
+    )
     parser.add_argument(
         "--schedule", type=words, metavar="NAME,NAME", help="pipeline schedules to try (default 1f1b,zero-bubble)"
     )
@@ -60,8 +74,17 @@ def configure(parser: ArgumentParser) -> None:
         "--strategy",
         type=strategy,
         metavar="KEY=VALUE,...",
-        help="fix it, such as dp=64,pp=8,tp=2, and search the chip",
+        help="a strategy that is fixed, such as dp=64,pp=8,tp=2: only the chip is searched",
     )
+    _add_objective_arguments(parser)
+    _add_method_arguments(parser)
+    _add_output_arguments(parser)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.epilog = _SPACE_HELP
+
+
+def _add_objective_arguments(parser: ArgumentParser) -> None:
+    """What is best."""
     parser.add_argument("--compatibility", choices=("paper",), help="count as the paper does")
     parser.add_argument(
         "--objective",
@@ -70,14 +93,15 @@ def configure(parser: ArgumentParser) -> None:
         help="throughput[-per-area|-per-energy] (default throughput)",
     )
     parser.add_argument(
-        "--combine", default="average", metavar="NAME", help="ratios of several models: average (default) or worst"
+        "--combine",
+        default="average",
+        metavar="NAME",
+        help="what counts of several models: their average (default) or the worst",
     )
     parser.add_argument("--weights", type=shares, metavar="X,X", help="of the models in the average (default all 1)")
-    parser.add_argument("--front", action="store_true", help="find the front of throughput, area and energy")
-    _add_method_arguments(parser)
-    _add_output_arguments(parser)
-    parser.formatter_class = RawDescriptionHelpFormatter
-    parser.epilog = _SPACE_HELP
+    parser.add_argument(
+        "--front", action="store_true", help="find all designs that no other beats in throughput, area and energy"
+    )
 
 
 def _add_method_arguments(parser: ArgumentParser) -> None:
@@ -92,17 +116,29 @@ def _add_method_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--evaluations", type=positive_integer, metavar="N", help="designs of a run (default 100)")
     parser.add_argument("--executor", metavar="NAME", help="processes[:N] (default), serial or dask://HOST:PORT")
     add_trust_option(parser)
-    parser.add_argument("--top", type=positive_integer, default=1, metavar="K", help="tell the K best designs")
-    parser.add_argument("--sensitivity", action="store_true", help="tell what one step along each axis would change")
-    parser.add_argument("--journal", metavar="FILE", help="keep what was done there, and go on from it")
-    parser.add_argument("--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01)")
+    parser.add_argument("--top", type=positive_integer, default=1, metavar="K", help="show the K best designs")
+    parser.add_argument(
+        "--sensitivity",
+        action="store_true",
+        help="show what changes if a size of the best design is a step larger or smaller",
+    )
+    parser.add_argument("--journal", metavar="FILE", help="write down there what was done, and go on from it")
+    parser.add_argument(
+        "--gap",
+        type=float,
+        default=0.01,
+        metavar="PART",
+        help="end when the answer is proven to be this near to the best (default 0.01)",
+    )
     parser.add_argument("--time-limit", type=float, metavar="S", help="end with the best so far after so many seconds")
 
 
 def _add_output_arguments(parser: ArgumentParser) -> None:
     """What is saved and printed."""
     parser.add_argument("--out", metavar="FILE", help="save the answer as JSON")
-    parser.add_argument("--csv", metavar="FILE", help="save a line an accelerator: evaluated or pruned, and its bound")
+    parser.add_argument(
+        "--csv", metavar="FILE", help="save a line for each accelerator: evaluated or ruled out, and its bound"
+    )
     parser.add_argument("--plan", metavar="FILE", help="save the plan of a single model as JSON")
     add_json_option(parser)
 
