@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["search_designs"]
 
 _SPACE_HELP = """\
-A space of your own is a JSON file. It has every combination of these values (numbers, lists or ranges) that keeps within
-the limits. vector_lanes, clock_hz, hbm_bandwidth_bytes_per_s, min_area_mm2, prices and max_price may be added:
+A space of your own is a JSON file. It has every combination of these values (numbers, lists or ranges) within the
+limits. vector_lanes, clock_hz, hbm_bandwidth_bytes_per_s, min_area_mm2, prices and max_price may be added:
   {"format": "phaze-space", "version": 1, "tensor_cores": [1, 2, 4], "tensor_rows": 128, "tensor_cols": [64, 128],
    "vector_cores": {"from": 1, "to": 16, "times": 2}, "buffer_mib": [16, 32], "max_area_mm2": 300, "max_power_w": 400}
 """
