@@ -248,6 +248,17 @@ class UnknownNameError(PhazeError):
         super().__init__(f"unknown {what} {shown(name)}.{hint} Known: {listed}.{advice and f' {advice}'}")
         self.what, self.name, self.known = what, name, tuple(names)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """For another process: the message as it is, since it cannot be made again from itself."""
+        return _restored_name_error, (str(self), self.__dict__)
+
+
+def _restored_name_error(message: str, state: dict[str, object]) -> UnknownNameError:
+    """The error that another process raised."""
+    error = UnknownNameError.__new__(UnknownNameError, message)
+    error.__dict__.update(state)
+    return error
+
 
 def meant(name: object, known: Iterable[str]) -> str:
     """The known names that a wrong one is near to, as a question that ends a message; nothing where none is near."""

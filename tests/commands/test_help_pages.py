@@ -156,6 +156,9 @@ def test_every_word_of_a_printed_plan_is_explained(capsys: pytest.CaptureFixture
 def test_an_error_from_another_process_leads_to_its_topic_once() -> None:
     error: PhazeError = pickle.loads(pickle.dumps(HardwareError("no such chip")))
     assert error.__notes__ == ["see: phaze help cluster"]
+    unknown = UnknownNameError("solver", "cplx", ["cp-sat", "highs"])
+    restored: UnknownNameError = pickle.loads(pickle.dumps(unknown))
+    assert (str(restored), restored.known, restored.__notes__) == (str(unknown), unknown.known, unknown.__notes__)
 
 
 @pytest.mark.parametrize(

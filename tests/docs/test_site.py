@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from browser import opened, started_browser
 from repository import ROOT
+from site_pages import PAGES
 
 import phaze
 from phaze.commands import COMMANDS
@@ -74,6 +75,14 @@ def test_the_reference_has_every_public_name_command_and_format(site: Path) -> N
     assert [command.name for command in COMMANDS if f'id="{command.name}"' not in commands] == []
     assert [kind for kind in SCHEMAS if f'id="{kind}"' not in formats] == []
     assert json.loads((site / "reference/schemas/plan.json").read_text()) == SCHEMAS["plan"]()
+
+
+def test_the_reference_has_everything_that_pages_call_on_plans_and_runs(site: Path) -> None:
+    pages = "".join((ROOT / "docs" / page).read_text() for page in PAGES if page != "reference/api.md")
+    called = set(re.findall(r"\b(?:plan|run)\.([a-z_]+)\b", pages)) - {"json", "html", "md"}
+    api = (site / "reference" / "api.html").read_text()
+    assert len(called) > 20
+    assert sorted(name for name in called if not re.search(rf"[.>]{name}[<\"]", api)) == []
 
 
 def test_every_topic_that_an_error_names_has_its_part_of_the_questions(site: Path) -> None:
