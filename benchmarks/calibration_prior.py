@@ -1,11 +1,11 @@
-"""Three measured runs and a shipped calibration: what a prior is worth, on a dataset most of which is left out.
+"""Three measured runs and a calibration that never saw their like: what a prior is worth, table by table.
 
-    python benchmarks/calibration_prior.py --data DIR --dataset NAME [--draws N] [--most N]
+    python benchmarks/calibration_prior.py --data DIR [--family a100] [--draws N]
 
-Of the published rows of one dataset on one family of chips, three are drawn (always the same draws) and the others are
-predicted: by the calibration that is shipped, by its terms fitted to the three rows alone from round numbers, and by
-the same fit with the shipped calibration as a prior, as `phaze calibrate` makes it. Printed are the mean errors over
-all draws. Whether the dataset was part of the shipped fit is said in ``hardware/data/calibrations.json``.
+Each published table on a family of chips is left out as a whole, and the family's terms are fitted to the others. Of
+the table's rows three are drawn (always the same draws) and the others are predicted: by that fit, and by it with the
+three known, as `phaze calibrate` makes of them with a prior. Printed are the mean errors over all draws, and the worst
+draw. All fits are made on derivatives at the shipped terms, so that hundreds of them take seconds.
 """
 
 from __future__ import annotations
@@ -13,77 +13,102 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from published import Row, read_rows
-from scoring import Scorer, distinct, mean_size, shipped_calibration
+from fit_published import FAMILIES, Family, Sample, Tangent, sample_of, shipped
+from numpy.typing import NDArray
+from published import read_rows
+from scoring import Scorer
+from validation import part_of
 
-from phaze.calibration_fitting import PreparedRun, fit_terms, prior_error_of, separable_terms
+from phaze.calibration_fitting import fit_terms, prior_error_of
+from phaze.calibration_fitting.least_squares import point_of
 from phaze.cost import Calibration
 
-CANDIDATES = ("matrix", "memory", "link", "network", "overhead_s", "overlap")
+TERMS = ("matrix", "attention", "memory", "link", "network", "overhead_s", "overlap")
+"""What `phaze calibrate` fits to steps whose products are not narrow."""
 KNOWN = 3
 """Runs that a user has."""
-ROUND = {"matrix": 0.7, "memory": 0.7, "link": 0.7, "network": 0.7, "overhead_s": 1e-5, "overlap": 0.5}
-"""Where a fit from scratch begins, as `phaze calibrate` does on a chip without a calibration."""
+LEAST_ROWS = 20
+"""Smaller tables leave too few rows to predict."""
+
+_Floats = NDArray[np.float64]
 
 
-def errors(runs: Sequence[PreparedRun], rows: Sequence[Row], calibration: Calibration) -> list[float]:
-    """Predicted over measured seconds, less one."""
-    measured = [row.seconds or 0.0 for row in rows]
-    return [float(run.seconds([calibration])[0]) / seconds - 1 for run, seconds in zip(runs, measured, strict=True)]
+@dataclass(frozen=True)
+class Table:
+    """Some rows of a sample, predicted linearly in the terms."""
 
+    sample: Sample
+    tangent: Tangent
+    members: NDArray[np.int64]
 
-def fitted(
-    runs: Sequence[PreparedRun], rows: Sequence[Row], start: Calibration, prior_error: float | None
-) -> Calibration:
-    """What `phaze calibrate` makes of a few runs."""
+    @property
+    def measured_s(self) -> _Floats:
+        """What was measured."""
+        return self.sample.measured_s[self.members]
 
-    def predict(calibrations: Sequence[Calibration]) -> np.ndarray:
-        return np.stack([run.seconds(calibrations) for run in runs], axis=1)
+    def predict(self, calibrations: Sequence[Calibration]) -> _Floats:
+        """Seconds per (calibration, row)."""
+        points = np.stack([point_of(calibration, TERMS) for calibration in calibrations]) - self.tangent.point
+        return np.asarray(np.exp(self.tangent.logarithms[self.members] + points @ self.tangent.slopes[self.members].T))
 
-    most = max(1, 2 * len(runs) // 3) if prior_error is None else len(CANDIDATES)
-    terms, _ = separable_terms(predict, start, CANDIDATES, most)
-    return fit_terms(predict, [row.seconds or 0.0 for row in rows], start, terms, prior_error=prior_error).calibration
+    def rows(self, chosen: Sequence[int]) -> Table:
+        """Some of the rows."""
+        return Table(self.sample, self.tangent, self.members[list(chosen)])
+
+    def error(self, calibration: Calibration) -> float:
+        """The mean of the errors' sizes."""
+        return float(np.abs(self.predict([calibration])[0] / self.measured_s - 1).mean())
+
+    def fitted(
+        self,
+        start: Calibration,
+        terms: Sequence[str],
+        weights: Sequence[float] | None = None,
+        prior_error: float | None = None,
+    ) -> Calibration:
+        """The start with its terms fitted to the rows."""
+        seconds = self.measured_s.tolist()
+        return fit_terms(self.predict, seconds, start, terms, weights=weights, prior_error=prior_error).calibration
 
 
 def main() -> None:
-    """Draw, fit, print."""
+    """Leave each table out, draw, fit, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--dataset", required=True)
-    parser.add_argument("--draws", type=int, default=10)
-    parser.add_argument("--most", type=int, default=40, help="rows that are looked at, evenly taken from the dataset")
+    parser.add_argument("--family", choices=FAMILIES, default="a100")
+    parser.add_argument("--draws", type=int, default=100)
     arguments = parser.parse_args()
-    scorer = Scorer()
-    own = [row for row in distinct(read_rows(arguments.data)) if row.dataset == arguments.dataset and row.seconds]
-    own = own[:: max(1, -(-len(own) // arguments.most))]
-    shipped = shipped_calibration(own[0])
-    pairs = [(row, scorer.prepare(row, shipped.stack)) for row in own if row.chip == own[0].chip]
-    known = [(row, run) for row, run in pairs if isinstance(run, PreparedRun)]
-    sizes: dict[str, list[float]] = {"shipped": [], "three runs from scratch": [], "three runs with the prior": []}
-    for draw in range(arguments.draws):
-        chosen = set(random.Random(draw).sample(range(len(known)), KNOWN))
-        few = [pair for index, pair in enumerate(known) if index in chosen]
-        others = [pair for index, pair in enumerate(known) if index not in chosen]
-        rows, runs = [row for row, _ in few], [run for _, run in few]
-        fits = (
-            shipped,
-            fitted(runs, rows, replace(shipped, **ROUND), None),
-            fitted(
-                runs,
-                rows,
-                shipped,
-                prior_error_of(shipped, [(run.problem.cluster, run.problem.recipe) for run in runs]),
-            ),
-        )
-        for name, calibration in zip(sizes, fits, strict=True):
-            sizes[name].append(mean_size(errors([run for _, run in others], [row for row, _ in others], calibration)))
-    print(f"{arguments.dataset} on {own[0].chip}: {len(known)} rows, {KNOWN} of them known, {arguments.draws} draws")
-    for name, found in sizes.items():
-        print(f"  {name:26s} mean error {np.mean(found):6.1%}, worst draw {max(found):6.1%}")
+    family = FAMILIES[arguments.family]
+    sample = sample_of(read_rows(arguments.data), family, Scorer())
+    start, _ = shipped(sample, arguments.family, family)
+    table = Table(sample, Tangent.at(sample, start, TERMS), np.arange(len(sample.rows)))
+    parts = np.array([part_of(row) for row in sample.rows])
+    for part in dict.fromkeys(parts.tolist()):
+        if (parts == part).sum() >= LEAST_ROWS:
+            others = table.rows(np.flatnonzero(parts != part).tolist())
+            without = others.fitted(start, family.terms, weights=sample.weights[others.members].tolist())
+            show(part, table.rows(np.flatnonzero(parts == part).tolist()), without, start, family, arguments.draws)
+
+
+def show(part: str, own: Table, without: Calibration, start: Calibration, family: Family, draws: int) -> None:
+    """The errors of one table with three of its rows known, over all draws."""
+    before, after = [], []
+    for draw in range(draws):
+        chosen = random.Random(draw).sample(range(len(own.members)), KNOWN)
+        known, rest = own.rows(chosen), own.rows([row for row in range(len(own.members)) if row not in chosen])
+        problems = [own.sample.runs[member].problem for member in known.members]
+        prior_error = prior_error_of(start, [(problem.cluster, problem.recipe) for problem in problems])
+        before.append(rest.error(without))
+        after.append(rest.error(known.fitted(without, TERMS, prior_error=prior_error)))
+    print(
+        f"{part:24s} {len(own.members):4d} rows on {family.chips[0]} and its kin, left out {np.mean(before):6.1%}, "
+        f"three known {np.mean(after):6.1%}, worst draw {max(after):6.1%}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -69,11 +69,12 @@ _UNSEEN = 1e-3
 _SHOWN = 0.02
 """A term is worth fitting if some run's log seconds change by at least this much per unit of its variable."""
 _RANGES = {"overhead_s": (1e-7, 1e-2), "overlap": (0.0, 1.0), "narrow_matrix": (0.5, MOST_NARROW_MATRIX)}
-PRIOR_SPREADS = {"overhead_s": 0.7, "overlap": 0.3}
-_EFFICIENCY_SPREAD = 0.06
-"""How far a machine's terms lie from those fitted to others of its chip, in variables: efficiencies by some 6 %, the
-host's overhead by a factor of 2, the overlap by 0.3. The mean errors of whole published tables on A100 and H100, left
-out, have a root mean square of 3 %, which is what terms that differ by 6 % make of a step."""
+PRIOR_SPREADS = {"attention": 0.3, "network": 0.3, "overhead_s": 0.35, "overlap": 0.3}
+_EFFICIENCY_SPREAD = 0.04
+"""How far a machine's terms lie from those fitted to others of its chip, in variables: products, memory and links,
+which are of the same silicon, by some 4 %; attention, whose kernels differ, and the network by a third; the host's
+overhead by a factor of 1.4; the overlap by 0.3. Narrower and wider ones were tried on five published tables on A100,
+each left out of the fit as a whole, of which three runs are known (`benchmarks/calibration_prior.py`)."""
 PRIOR_ERROR = 0.09
 """How far a run lies from its prediction on a chip of whose comparable runs nothing is known: what it is on those that
 were fitted, whose 80 % of runs span 0.18 to 0.33."""
@@ -92,7 +93,7 @@ class Fit:
         slopes: change of log seconds per change of each term (log, or overlap itself), mean over runs.
         start_errors: the mean error with one term alone back at its start.
         unseen: terms that the runs say nothing about; they keep their start.
-        inseparable: pairs of terms that the runs cannot tell apart.
+        inseparable: pairs of terms that the runs cannot tell apart; none with a prior, which does.
     """
 
     calibration: Calibration
@@ -154,7 +155,7 @@ def fit_terms(
         slopes=dict(zip(terms, slopes.mean(axis=0).tolist(), strict=True)),
         start_errors=dict(zip(terms, np.abs(without_term).mean(axis=1).tolist(), strict=True)),
         unseen=unseen,
-        inseparable=_parallel(slopes * weight[:, None], terms, unseen),
+        inseparable=_parallel(slopes * weight[:, None], terms, unseen) if prior_error is None else (),
     )
 
 
@@ -168,11 +169,12 @@ def prior_error_of(shipped: Calibration, asked: Sequence[tuple[Cluster, Precisio
 
 
 def separable_terms(
-    predict: Predict, start: Calibration, candidates: Sequence[str], most: int
+    predict: Predict, start: Calibration, candidates: Sequence[str], most: int, *, has_prior: bool = False
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Of some terms those that runs show most, each apart from the ones before it; and why not the others.
 
-    What the runs show is judged at the start, by the derivatives of their seconds.
+    What the runs show is judged at the start, by the derivatives of their seconds. Where a prior says how far each term
+    may lie from its start, terms need not be apart: what the runs ask of them together it shares out.
     """
     _, _, slopes = slopes_at(predict, start, candidates)
     chosen: dict[str, _Floats] = {}
@@ -184,7 +186,7 @@ def separable_terms(
         shown = float(np.abs(column).max())
         if shown < _SHOWN:
             left[term] = "the runs say nothing about it" if shown < _UNSEEN else "the runs hardly show it"
-        elif twin is not None:
+        elif twin is not None and not has_prior:
             left[term] = f"the runs cannot separate it from {twin}"
         elif len(chosen) == most:
             left[term] = "there are too few runs for it"

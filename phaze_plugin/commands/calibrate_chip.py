@@ -76,7 +76,8 @@ def _from_steps(arguments: Namespace, console: Console) -> int:
         return np.stack([run.seconds(calibrations) for run in prepared], axis=1)
 
     is_prior = _is_fitted(runs, plugins) and not arguments.from_scratch
-    terms, left = _terms(arguments.terms, predict, start, len(_CANDIDATES) if is_prior else max(1, 2 * len(runs) // 3))
+    most = len(_CANDIDATES) if is_prior else max(1, 2 * len(runs) // 3)
+    terms, left = _terms(arguments.terms, predict, start, most, is_prior)
     shipped = calibration_of(prepared[0].problem.cluster.accelerator)
     asked = [(run.problem.cluster, run.problem.recipe) for run in prepared]
     prior_error = prior_error_of(shipped, asked) if is_prior else None
@@ -128,13 +129,15 @@ def _is_fitted(runs: Sequence[Run], plugins: PluginManager) -> bool:
     return not (calibration.is_ideal or calibration.has_measured_kernels_only)
 
 
-def _terms(text: str | None, predict: Predict, start: Calibration, most: int) -> tuple[tuple[str, ...], dict[str, str]]:
+def _terms(
+    text: str | None, predict: Predict, start: Calibration, most: int, has_prior: bool
+) -> tuple[tuple[str, ...], dict[str, str]]:
     """What to fit: as asked, or what the runs show; and why not the others."""
     from phaze.calibration_fitting import separable_terms
     from phaze.cost.calibration import TERMS
 
     if text is None:
-        return separable_terms(predict, start, _CANDIDATES, most)
+        return separable_terms(predict, start, _CANDIDATES, most, has_prior=has_prior)
     terms = tuple(part.strip() for part in text.split(","))
     for term in terms:
         if term not in TERMS:

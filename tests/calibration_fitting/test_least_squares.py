@@ -82,6 +82,20 @@ def test_too_few_runs_are_refused_with_the_two_terms_that_they_separate_least() 
         fit_terms(lambda calibrations: predict(calibrations)[:, :2], [1.0, 2.0], START, ("matrix", "memory", "link"))
 
 
+def test_with_a_prior_terms_need_not_be_told_apart_and_share_what_the_runs_ask_by_their_spreads() -> None:
+    start = Calibration(name="start", attention=0.5, memory=0.5)
+
+    def together(calibrations: Sequence[Calibration]) -> np.ndarray:
+        return np.array([[1 / (calibration.attention * calibration.memory)] * 3 for calibration in calibrations])
+
+    chosen, left = separable_terms(together, start, ("attention", "memory"), 2, has_prior=True)
+    assert (chosen, left) == (("attention", "memory"), {})
+    fit = fit_terms(together, [3.2] * 3, start, chosen, prior_error=0.03)
+    moved = [np.log(getattr(fit.calibration, term) / 0.5) for term in chosen]
+    assert moved[0] > 10 * moved[1] > 0
+    assert fit.inseparable == ()
+
+
 def test_a_prior_keeps_what_the_runs_do_not_show_and_moves_what_they_do() -> None:
     """Seconds are 1 / matrix + 0.001 / memory: three runs show matrix, and memory hardly."""
 
