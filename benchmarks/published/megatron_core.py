@@ -8,6 +8,7 @@ What the pages do not say, and what is assumed for all of them:
   (Transformer Engine, Apex).
 - Nodes of 8 with NVLink and 400 Gb/s a GPU (B200, B300 800 Gb/s); GB200 and GB300 in racks of 72 of which 64 are
   used, then 400 and 800 Gb/s a GPU.
+- Transformer Engine keeps the inputs of 8-bit products in 8 bits.
 - "dgxc" (nvidia_dgxc_benchmarking.csv): recompute is the one of v24.11's files. 405B has 8 key heads, whatever some
   file says. Titles with "PP=41" are wrong, and rows whose tokens do not fit their sequences are marked; both are
   listed.
@@ -46,6 +47,7 @@ MEGATRON_CORE = {
     "fuses_update": True,
     "overlaps_softmax": True,
     "fusion": "chains+gates",
+    "keeps_narrow_inputs": True,
 }
 """What Megatron-Core with Transformer Engine, whose attention is cuDNN's, does otherwise than Megatron-LM of 2021."""
 

@@ -125,6 +125,8 @@ class Stack:
             no multiple of it, run at a third of their rate.
         launches_ahead: whether the host queues ops while the device works, so that its time per op shows only in passes
             with too little work; else ops run one after the other, each after its launch.
+        keeps_narrow_inputs: whether the inputs of 8-bit products are kept for backward in 8 bits, as Transformer Engine
+            does; what other ops read as well is kept in its own type besides.
         fuses_update: whether the update reads gradients once; else they are first copied to the master's type, checked
             for their norm and scaled, each in a pass of its own.
     """
@@ -139,6 +141,7 @@ class Stack:
     recomputes_ends: bool = True
     alignment_bytes: int = 1
     launches_ahead: bool = True
+    keeps_narrow_inputs: bool = False
     fuses_update: bool = True
 
     def __post_init__(self) -> None:

@@ -112,10 +112,14 @@ def fuses_gates(calibration: Calibration) -> bool:
 
 
 def with_fused_gates(calibration: Calibration) -> Calibration:
-    """The calibration on a stack that fuses gates besides; itself where its stack says something else of fusion."""
+    """The calibration on a stack that fuses gates besides; itself where its stack says something else of fusion.
+
+    Such stacks run 8-bit products by Transformer Engine, which keeps their inputs in 8 bits.
+    """
     if calibration.stack.fusion is not Fusion.CHAINS:
         return calibration
-    return replace(calibration, stack=replace(calibration.stack, fusion=Fusion.CHAINS_AND_GATES))
+    stack = replace(calibration.stack, fusion=Fusion.CHAINS_AND_GATES, keeps_narrow_inputs=True)
+    return replace(calibration, stack=stack)
 
 
 def fuse_gates(graph: Graph) -> Graph:

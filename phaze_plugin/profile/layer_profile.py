@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from phaze.cost import Stack
 from phaze.cost.stack_fusions import runs_xla
 from phaze.errors import GraphError, PlacementError
 from phaze.hardware import Accelerator
-from phaze.hardware.precision import dtype_bytes
+from phaze.hardware.precision import PRODUCT_DTYPE, dtype_bytes
 from phaze.ir import Graph, Layer, Op, OpKind, Recomputation, RecomputeMode, Role
 from phaze.shard import WHOLE, ShardedLayer
 from phaze.shard.expert_slicing import DIVIDED_OVER
@@ -43,6 +44,7 @@ __all__ = [
     "RecomputeMode",
     "expert_parameters",
     "frozen_parameters",
+    "kept_bytes",
     "layer_outputs",
     "layer_parameter_bytes",
     "moved_at_once",
@@ -312,6 +314,33 @@ def shared_parameters(local: Graph, ties: Iterable[str], *, frozen: bool = False
 def total_bytes(local: Graph, names: Iterable[str]) -> float:
     """The bytes of some tensors together."""
     return float(sum(local.tensors[name].size_bytes for name in names))
+
+
+def kept_bytes(local: Graph, layer: Layer, chosen: Recomputation, stack: Stack) -> float:
+    """The bytes of what a layer keeps between forward and backward.
+
+    Where the stack keeps inputs of 8-bit products in 8 bits, a tensor that only these read again has one byte an
+    element, and one that others read as well has one more.
+    """
+    if not stack.keeps_narrow_inputs:
+        return total_bytes(local, chosen.kept)
+    readers: dict[str, list[Op]] = {}
+    for op in (*chosen.again, *layer.backward):
+        for name in op.inputs:
+            readers.setdefault(local.storage(name), []).append(op)
+
+    def is_narrow(op: Op) -> bool:
+        if op.kind is OpKind.COLLECTIVE:  # what is gathered again for products
+            following = [reader for name in op.outputs for reader in readers.get(name, ())]
+            return bool(following) and all(map(is_narrow, following))
+        runs_at = op.attribute(PRODUCT_DTYPE)
+        return isinstance(runs_at, str) and dtype_bytes(runs_at) == 1
+
+    total = 0.0
+    for name in chosen.kept:
+        tensor, narrow = local.tensors[name], [is_narrow(op) for op in readers.get(name, ())]
+        total += tensor.elements if narrow and all(narrow) else tensor.size_bytes + tensor.elements * any(narrow)
+    return total
 
 
 def peak_working_bytes(local: Graph, layer: Layer, recomputation: Recomputation) -> float:

@@ -136,6 +136,29 @@ def test_experts_on_several_devices_take_as_long_as_evaluate_says() -> None:
     assert prepared.seconds([calibration])[0] == pytest.approx(plan.step_time_s, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["split sequences", "one stage, sharded"])
+def test_inputs_of_8_bit_products_kept_in_8_bits_need_what_evaluate_says(name: str) -> None:
+    asked, needed = replace(run(name), precision="fp8", cluster="h100:8"), []
+    for keeps in (False, True):
+        stack = replace(LIBRARY_STACK, keeps_narrow_inputs=keeps)
+        prepared = prepare_run(asked, stack, PluginManager.load())
+        chip = prepared.problem.cluster.accelerator
+        kernels = {"products": product_kernels_of(chip), "links": link_protocols_of(chip)}
+        plan = phaze.evaluate(
+            small_graph(),
+            strategy=strategy(name),
+            cluster="h100:8",
+            global_batch_size=32,
+            precision="fp8",
+            calibration=Calibration(name="fitted", stack=stack, **kernels, **FITTED),
+            target=None,
+            compares=False,
+        ).plan
+        assert prepared.needed_bytes == pytest.approx(max(stage.memory_bytes["total"] for stage in plan.stages))
+        needed.append(prepared.needed_bytes)
+    assert needed[1] < needed[0]
+
+
 @pytest.mark.slow
 def test_runs_that_share_a_slicing_share_its_layers_and_are_predicted_as_alone() -> None:
     model, plugins, known = small_graph(), PluginManager.load(), PreparedLayers()
