@@ -33,38 +33,52 @@ AXES = ("tp", "cp", "ep", "pp", "shard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What one target can run. The defaults are the modest ones; `Capabilities.everything()` restricts nothing.
+    """What one target can run. The defaults allow little; `Capabilities.everything()` allows all.
 
-    `schedules` is empty for a target without pipelines: then only plans of one stage run. `excluded_pairs` are
-    combinations that the target runs wrongly or not at all although it has both halves. `master_zero_stages` are ZeRO
-    stages that it runs only for precisions with a master copy of their own, beside `zero_stages`. `can_cut_stages`
-    says whether the target cuts any model into stages by itself; otherwise a stage builder must accept the model.
-    `hands_on_arguments`: a stage gets what the block where it begins takes, so that no block may be read behind others.
-    `runs_steps_as_written`: a whole train step that was captured, with its optimizer, runs as its author wrote it
-    (`for_whole_step` says what that leaves). `needs_single_micro_batch`: every copy runs its samples at once.
-    `needs_micro_batches_per_stage` are schedules that run only where every pipeline has at least as many microbatches
-    as stages. `spreads_ends`: one program runs on all stages, which hold equal parts of what lies outside of their
-    equal layers (embedding, head), gather all of it for a batch and scatter its gradients behind. `fuses_gates`: gated
-    activations are one kernel, whose backward makes the activated gate again. `trims_recompute`:
-    full recompute runs what leads to a tensor that backward reads, and not the rest of the forward.
-    `allows_parameters_cut_twice`: the devices of the tensor axis may cut two dimensions of one parameter.
-    `allows_idle_when_asked`: a strategy that the user gave may leave devices idle, although no other does.
-    `allows_sequence_parallel`: the devices of the tensor axis may split sequences between layers.
-    `allows_mixed_sequences`: sequences may be split between or inside of some layers only.
-    `allows_context_parallel` (cp), `allows_expert_parallel` (ep) and `allows_shard_groups` (ZeRO over a part of the
-    dp x cp devices, with copies between the parts) are axes that it has; `key_exchanges` are the ways in which its
-    attention can get the keys of other contexts (`phaze.shard.context_slicing.KeyExchange`), gathers among them.
-    With `allows_dropped_positions`, cp divides sequences although a model drops some of their last positions
-    (labels shifted by one). `excluded_axes` are pairs of "tp", "cp", "ep", "pp" and "shard" (such groups) that it
-    does not run together. With tp above 1 it runs only the `tensor_parallel_zero_stages`, and likewise for cp and
-    ep: `at_degrees` applies all of these. Only the `shard_group_zero_stages` are divided into groups. Where it
-    `shards_whole_contexts`, a group has all cp devices of its sequences, and where it `keeps_experts_in_shards`, ep
-    divides the group. `experts_need_split_sequences`: models with experts run at tp above 1 only where sequences
-    are split between all layers. `cuts_experts`: the devices of the tensor axis cut every expert, and divide none among
-    them. `product_dtypes` are the quantized types, such as fp8, that it runs products in,
-    and `compute_dtypes` the types that it computes in; None stands for all. `offloads` is what it can keep on the
-    host. `needs_whole_nodes`: it uses all devices of every node (or slice). `needs_several_copies`: it runs no
-    single copy, because it has to shard (`at_degrees` says so where ZeRO-0 does not go with an axis).
+    Attributes:
+        schedules: pipeline schedules that it runs; empty for a target that runs one stage only.
+        zero_stages: ZeRO stages that it runs.
+        master_zero_stages: ZeRO stages that it runs only for precisions with a separate master copy.
+        excluded_pairs: pairs of a schedule and a ZeRO stage that it runs wrongly or not at all.
+        needs_micro_batches_per_stage: schedules that need at least as many microbatches as stages.
+        recompute_modes: recompute modes that it runs.
+        offloads: what it can keep in the memory of the host.
+        allows_uneven_stages: stages may have different numbers of layers.
+        allows_mixed_tp: stages may have different tp.
+        allows_idle_devices: a plan may leave devices idle.
+        allows_uneven_micro_batches: dp x micro_batch_size need not divide the batch.
+        allows_uneven_sequences: tp need not divide the sequences that it splits.
+        allows_sequence_parallel: sequences may be split between layers over the tp devices.
+        allows_mixed_sequences: they may be split between or inside of some layers only.
+        allows_strided_parameters: parameters may be split inside of a dimension.
+        allows_parameters_cut_twice: the tp devices may cut two dimensions of one parameter.
+        allows_idle_when_asked: a strategy that the user gave may leave devices idle, although no other may.
+        allows_context_parallel: it has cp.
+        allows_dropped_positions: cp divides sequences although the model drops some of their last positions.
+        allows_expert_parallel: it has ep.
+        allows_shard_groups: ZeRO may shard over a part of the dp x cp devices, with copies between the parts.
+        key_exchanges: how attention may get the keys of other contexts (see `KeyExchange`), gathers among them.
+        excluded_axes: pairs of "tp", "cp", "ep", "pp" and "shard" (ZeRO over groups) that it does not run together.
+        tensor_parallel_zero_stages: ZeRO stages that it runs with tp above 1.
+        context_parallel_zero_stages: those that it runs with cp above 1.
+        expert_parallel_zero_stages: those that it runs with ep above 1.
+        shard_group_zero_stages: those that may shard over groups.
+        shards_whole_contexts: a group of ZeRO has all cp devices of its sequences.
+        keeps_experts_in_shards: ep divides the size of such a group.
+        experts_need_split_sequences: with experts, tp above 1 needs sequences that are split between all layers.
+        cuts_experts: the tp devices cut every expert, and divide no whole ones among them.
+        product_dtypes: quantized types, such as fp8, that it computes products in.
+        compute_dtypes: types that it computes in; None stands for all.
+        needs_whole_nodes: it uses all devices of every node (or slice).
+        needs_several_copies: it runs no single copy, because it must shard.
+        can_cut_stages: it cuts any model into stages by itself; without it, a stage builder must accept the model.
+        hands_on_arguments: a stage gets only what the block where it begins takes, so that no block may read more.
+        runs_steps_as_written: a captured train step, with its optimizer, runs as it is written (`for_whole_step`).
+        needs_single_micro_batch: every copy runs all its samples at once.
+        spreads_ends: one program runs on all stages. They hold equal parts of what lies outside of their equal layers
+            (embedding, head), gather all of it for a batch, and scatter its gradients at the end.
+        trims_recompute: full recompute runs only what leads to a tensor that backward reads.
+        fuses_gates: a gated activation is one kernel, whose backward computes the activated gate again.
     """
 
     schedules: frozenset[PipelineSchedule] = frozenset()

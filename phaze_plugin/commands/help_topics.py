@@ -221,16 +221,16 @@ times its share.
 --optimizer adamw (default), sgd, muon, adafactor, lion, adam8bit, .. what states each parameter has
 
 Mixed bf16 with Adam takes 18 bytes for each parameter: 2 for itself, 4 for its gradient, 12 for the master
-copy and two states. ZeRO divides them over devices. A chip that lacks a type runs it no faster than one that
-it has, and the plan says so. Casts and scales of fp8 and fp4 are not priced.
+copy and two states. ZeRO divides them over devices. A chip without a type computes it at the speed of another
+type, and the plan says so. Casts and scales of fp8 and fp4 are not priced.
 """,
         ),
         "memory": _topic(
             "whether a model fits, and what to do when it does not",
             """
 A device holds parameters, gradients, optimizer states, activations that backward reads, a working set, and
-what the framework keeps for itself. A stage is said to fit, to be marginal (within the error that measured
-runs had) or to be over.
+what the framework keeps for itself. A stage fits, is marginal (it fits only by using memory that should stay
+free, because measured runs needed more than was predicted), or is over.
 
 $ phaze fit llama3-8b --cluster a100-80gb:8 --global-batch 64
 
@@ -247,7 +247,7 @@ divide the model, cp divides long sequences, offload=optimizer or activations us
 --objective energy       joules for a token
 --objective devices      the fewest devices whose step takes at most --step-time seconds
 
-The last three use as many of the cluster's devices as serve them best.
+The last three also choose how many of the cluster's devices to use.
 
 $ phaze optimize gpt2-xl --cluster a100-80gb:64 --objective cost --price 2
 
@@ -258,7 +258,8 @@ $ phaze optimize gpt2-xl --cluster a100-80gb:64 --objective cost --price 2
             "what runs a plan, and how a plan is written for it",
             """
 --target auto (default) searches only what the model's own framework can run; --target NAME what that tool
-can; --target none everything, as analysis that is not executable. What the restriction costs is printed.
+can; --target none searches everything, for an analysis that cannot be run. If the best plan without the
+restriction is faster, that is printed.
 
 $ phaze export --list
 $ phaze optimize gpt2-xl --cluster a100-80gb:8 --target torchtitan --out plan.json
@@ -321,8 +322,8 @@ of torch.profiler instead.
 $ phaze search bert-large --devices 1024 --journal search.jsonl
 
 This finds the best of 29,360 designs with three memories each, with proof. `--space FILE` is a space of your
-own (`phaze search --help` shows one), `--hbm` lists the memories in GiB, `--network` how devices are joined.
-`--time-limit` and Ctrl-C end it with the best so far, and the same command goes on from its journal.
+own (`phaze search --help` shows one), `--hbm` lists the memories in GiB, `--network` says how devices are
+joined. `--time-limit` and Ctrl-C end it with the best so far. The same command goes on from its journal.
 `--executor processes:4` takes four processes; `dask://HOST:PORT` a Dask cluster. Whoever runs a scheduler
 can run programs on your machine: one on another machine needs --trust-scheduler.
 """,
@@ -331,8 +332,8 @@ can run programs on your machine: one on another machine needs --trust-scheduler
             "linear solvers: which there are and when they matter",
             """
 Plans need no solver by default: layers are sharded and scheduled by exact methods of their own. HiGHS, SCIP
-and CP-SAT come with ortools, Gurobi with pip install 'phaze-plugin[gurobi]'; its bundled licence takes 2,000
-variables. `--solver NAME` asks for one by name.
+and CP-SAT come with ortools, Gurobi with pip install 'phaze-plugin[gurobi]'; its bundled licence solves
+problems of up to 2,000 variables. `--solver NAME` asks for one by name.
 
 $ phaze doctor
 
@@ -349,15 +350,15 @@ $ phaze schema plan
 $ phaze verify plan.json --model gpt2-xl
 
 The first command prints a schema, the second derives every number of a plan again. A file of another version
-is refused: make it again with this one. A file that was cut short is refused, too; a journal goes on from
-what is good of it.
+is refused: make it again with this one. A file that was cut off is refused, too. Of a damaged journal, the
+part before the damage is used.
 """,
         ),
         "limits": _topic(
             "largest counts, time and memory of a command",
             """
 More than 2^20 devices or sequences, 10,000 layers or files of 128 MiB are refused before work starts, because
-they are usually a slip. If one is meant, raise it in the environment:
+they are usually a mistake. If you mean one of them, raise the limit in the environment:
 
   PHAZE_LIMITS="devices=4194304,file_mib=1024"
 
