@@ -48,6 +48,7 @@ __all__ = [
     "CandidateSlicing",
     "as_first_asked",
     "degrees_in_words",
+    "has_fewer_sequences",
     "least_time_s",
     "least_value",
     "most_promising",
@@ -134,6 +135,19 @@ def offering(question: Question, name: str, degree: int) -> Question:
     """The same question with a further microbatch size (or tp, cp or ep) to choose from."""
     offered = getattr(question.choices, name) or (1,)
     return replace(question, choices=replace(question.choices, **{name: (*offered, degree)}))  # type: ignore[arg-type]
+
+
+def has_fewer_sequences(question: Question, size: int, cp: int) -> bool:
+    """Whether f times as many copies with 1/f of the cp and of the sequences in a microbatch are offered.
+
+    Each device then has the same tokens, states and number of microbatches, in longer parts of sequences that it
+    exchanges with fewer others: nothing is faster with the larger cp and size.
+    """
+    if question.choices.dp is not None:
+        return False
+    cps, sizes = question.cp_degrees, question.micro_batch_sizes
+    factors = (factor for factor in range(2, math.gcd(size, cp) + 1) if size % factor == cp % factor == 0)
+    return any(cp // factor in cps and size // factor in sizes for factor in factors)
 
 
 def as_first_asked(question: Question, left_open: Collection[str]) -> Question:

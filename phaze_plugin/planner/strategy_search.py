@@ -41,6 +41,7 @@ from phaze.place.simulation.placement import assemble
 from phaze.planner.candidate_slicings import (
     CandidateSlicing,
     degrees_in_words,
+    has_fewer_sequences,
     least_time_s,
     most_promising,
     next_cp,
@@ -242,17 +243,15 @@ class StrategySearch:
     ) -> None:
         """Slice with all of some sizes and degrees, and look at the slicings in the order of their estimates.
 
-        Split sequences come one in a microbatch (as few as are offered): with more of them, more copies in place of cp
-        move less.
+        What more copies in place of cp do with fewer sequences in a microbatch (`has_fewer_sequences`) is left out.
         """
-        least = min(self.question.micro_batch_sizes)
         listed = [
             (size, tp, each_cp, each_ep)
             for each_ep in (self.ep_degrees if ep is None else [ep])
             for each_cp in (self.cp_degrees if cp is None else [cp])
             for size in sizes
             for tp in degrees
-            if each_cp == 1 or size == least
+            if not has_fewer_sequences(self.question, size, each_cp)
         ]
         self.watch.expect(len(listed))
         waiting: list[CandidateSlicing] = []

@@ -224,12 +224,17 @@ def _proof_of(question: Question, slices: ModelProfiles, time_s: _Time, effort: 
 def _sliced(question: Question, watch: Watch) -> Iterator[ModelProfiles]:
     """Every slicing that the question offers, with quick bounds of its layers' passes.
 
-    Split sequences come as few in a microbatch as are offered: that is what a search looks at, and says.
+    A cp and a number of sequences in a microbatch are left out where the same part of both is offered: as many more
+    copies do the same with longer parts of sequences.
     """
     graphs, options = LocalGraphs(question), profile_options(question, profiled_modes(question))
     sizes, device_count = question.micro_batch_sizes, question.cluster.device_count
     for size, tp, cp, ep in product(sizes, question.tp_degrees, question.cp_degrees, question.ep_degrees):
-        if (cp > 1 and size != min(sizes)) or tp * max(cp, ep) > device_count:
+        smaller = [(cp // part, size // part) for part in range(2, cp + 1) if cp % part == size % part == 0]
+        may_copy = question.choices.dp is None
+        if may_copy and any(less in product(question.cp_degrees, sizes) for less in smaller):
+            continue
+        if tp * max(cp, ep) > device_count:
             continue
         watch.report(f"microbatch {size}: slicing layers {tp} ways again")
         try:
