@@ -1,8 +1,9 @@
 """Runs with sharded optimizers that are no Megatron: InternEvo on A100s and nanotron on H100s.
 
 - InternEvo (doc/en/train_performance.md of InternLM/InternEvo): ZeRO-1 over `zero1_group` of the data-parallel GPUs,
-  gradients in bf16, their reduction behind the last backward, FlashAttention; nodes of 8 A100 with 4 RoCE links of
-  100 Gb/s. InternLM-7B is a Llama of 32 layers with a hidden size of 4096, 11008 in between, 32 heads with biases and
+  which own whole tensors and broadcast them, gradients in bf16, their all-reduce behind the last backward,
+  FlashAttention; nodes of 8 A100 with 4 RoCE links of 100 Gb/s. InternLM-7B is a Llama of 32 layers with a hidden size
+  of 4096, 11008 in between, 32 heads with biases, one weight for query, key and value, and
   a vocabulary of 103,168; the 20B has 60 layers of 5120, 13824 in between and 40 heads (both from general knowledge).
   The rows on A800s (A100s with 200 GB/s of NVLink) have memory alone; with FSDP they are ZeRO-3.
 - nanotron (docs/benchmark_summary.svg): a sequence length of 4096 as its column says, unverified. Seconds follow from
@@ -41,7 +42,7 @@ __all__ = ["read_internevo", "read_nanotron"]
 
 def _internlm(layers: int, hidden: int, intermediate: int, heads: int) -> dict[str, Any]:
     return {
-        "model_type": "llama",
+        "model_type": "internlm2",
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
@@ -49,7 +50,7 @@ def _internlm(layers: int, hidden: int, intermediate: int, heads: int) -> dict[s
         "num_key_value_heads": heads,
         "vocab_size": 103_168,
         "max_position_embeddings": 2048,
-        "attention_bias": True,
+        "bias": True,
         "tie_word_embeddings": False,
     }
 
@@ -100,7 +101,7 @@ def _internevo_row(name: str, values: Mapping[str, str]) -> Row:
         global_batch_size=batch,
         strategy=strategy,
         recipe=BF16 if memory is None else _FLAT_COPIES,
-        stack={"hides_reductions": False},
+        stack={"hides_reductions": False, "owners_broadcast": True},
         seconds=None if rate is None else batch * length / (rate * devices),
         memory_bytes=None if memory is None else memory * GIB,
         group=(devices, size, count, values["act_ckpt"], tp, values["gpu"]),
@@ -155,7 +156,7 @@ def _nanotron_row(name: str, values: Mapping[str, str]) -> Row:
     length, mfu, memory = first_number(values["seq"]), quantity(values["mfu_pct"]), quantity(values["mem_GB"])
     block = 4 * hidden**2 + 3 * hidden * wide + 2 * length * hidden
     flops = 6 * batch * length * (layers * block + hidden * vocabulary)
-    model = _internlm(layers, hidden, wide, heads) | {"vocab_size": vocabulary, "attention_bias": False}
+    model = _internlm(layers, hidden, wide, heads) | {"model_type": "llama", "vocab_size": vocabulary}
     model["tie_word_embeddings"] = wide < _NANOTRON_UNTIED
     return Row(
         dataset="nanotron",

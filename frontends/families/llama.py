@@ -35,7 +35,8 @@ class Relative:
 
     `plain_mlp` names the two linear maps of an MLP without a gate. `head_norm` is `head` where queries and keys are
     normed in each head, `all` where over all heads together, `unweighted` where in each head, without a weight and
-    after the rotation. `is_fused` families have one weight for query, key and value, and one for gate and up.
+    after the rotation. Families that fuse heads have one weight for query, key and value, those that fuse gates one for
+    gate and up.
     """
 
     norm: str = "rms_norm"
@@ -51,7 +52,8 @@ class Relative:
     activation: tuple[str, str] = ("hidden_act", "silu")
     scales_embedding: bool = False
     is_tied: bool = False
-    is_fused: bool = False
+    fuses_heads: bool = False
+    fuses_gates: bool = False
     has_sinks: bool = False
 
 
@@ -65,6 +67,7 @@ RELATIVES: dict[str, Relative] = {
     "gemma3_text": replace(_GEMMA, norms=Norms.BOTH, head_norm="head"),
     "gpt_oss": Relative(bias=("attention_bias", True), epsilon=("rms_norm_eps", 1e-5), has_sinks=True),
     "granite": Relative(),
+    "internlm2": Relative(bias=("bias", True), fuses_heads=True),
     "llama": Relative(),
     "llama4_text": Relative(epsilon=("rms_norm_eps", 1e-5), head_norm="unweighted", mlp="feed_forward"),
     "mistral": Relative(key_value_heads=8),
@@ -77,7 +80,7 @@ RELATIVES: dict[str, Relative] = {
         activation=("hidden_act", "relu2"),
     ),
     "olmo2": Relative(norms=Norms.BEHIND, head_norm="all", epsilon=("rms_norm_eps", 1e-5)),
-    "phi3": Relative(is_fused=True, epsilon=("rms_norm_eps", 1e-5)),
+    "phi3": Relative(fuses_heads=True, fuses_gates=True, epsilon=("rms_norm_eps", 1e-5)),
     "qwen2": Relative(has_query_key_value_bias=True),
     "qwen2_moe": Relative(bias=("qkv_bias", True), has_query_key_value_bias=True),
     "qwen3": Relative(head_norm="head"),
@@ -217,8 +220,8 @@ def _attention_of(
     bias = fields.flag(*relative.bias)
 
     def attend(path: str, x: str) -> str:
-        if relative.is_fused:
-            return _fused_attention(writer, path, x, attention, prepare)
+        if relative.fuses_heads:
+            return _fused_attention(writer, path, x, attention, prepare, bias=bias)
         sinks = writer.builder.parameter(f"{path}.sinks", attention.heads) if relative.has_sinks else None
         only_inputs = relative.has_query_key_value_bias or relative.bias[0] == "use_qkv_bias"
         return writer.project_and_attend(
@@ -236,12 +239,14 @@ def _attention_of(
     return attend
 
 
-def _fused_attention(writer: TransformerWriter, path: str, x: str, attention: Attention, prepare: PrepareHeads) -> str:
+def _fused_attention(
+    writer: TransformerWriter, path: str, x: str, attention: Attention, prepare: PrepareHeads, *, bias: bool
+) -> str:
     """Attention whose query, key and value come out of one weight, all query heads first."""
     sizes, heads, groups = attention.sizes, attention.heads, attention.sizes["g"]
     rows = heads + 2 * groups
     text = "b s i, (x d) i -> b s x d"
-    y = writer.linear(f"{path}.qkv_proj", x, text, sizes={"x": rows, **sizes})
+    y = writer.linear(f"{path}.qkv_proj", x, text, sizes={"x": rows, **sizes}, bias=bias)
     query_dims = "h" if attention.query_dims == "h" else "(g r)"
     g = attention.key_dims
     query = writer.slice(path, y, f"b s {query_dims}@{rows} d -> b s {query_dims} d", 0, sizes)
@@ -249,7 +254,7 @@ def _fused_attention(writer: TransformerWriter, path: str, x: str, attention: At
     value = writer.slice(path, y, f"b s {g}@{rows} d -> b s {g} d", heads + groups, sizes)
     query, key = prepare(f"{path}.query", query, query_dims), prepare(f"{path}.key", key, g)
     y = writer.attend(path, query, key, value, attention, query_dims=query_dims)
-    return writer.attention_result(f"{path}.o_proj", y, attention, bias=False)
+    return writer.attention_result(f"{path}.o_proj", y, attention, bias=bias)
 
 
 def _mlp_of(fields: ConfigFields, writer: TransformerWriter, relative: Relative) -> LlamaBranch:
@@ -259,7 +264,7 @@ def _mlp_of(fields: ConfigFields, writer: TransformerWriter, relative: Relative)
     def feed(path: str, x: str) -> str:
         if relative.plain_mlp is not None:
             return writer.mlp(path, x, relative.plain_mlp, activation, bias=bias)
-        if relative.is_fused:
+        if relative.fuses_gates:
             return _fused_mlp(writer, path, x, activation)
         sizes = {"f": fields.size("intermediate_size_mlp")} if kind == "llama4_text" else None
         return writer.gated_mlp(path, x, activation, bias=bias, sizes=sizes)

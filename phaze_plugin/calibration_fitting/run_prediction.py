@@ -40,6 +40,7 @@ from phaze.profile.layer_profile import (
     moved_at_once,
     peak_working_bytes,
     shared_parameters,
+    trained_tensors,
 )
 from phaze.profile.local_graphs import LocalGraphs
 from phaze.profile.model_profiles import layer_keys, layer_variants, repeated_layers, slicings
@@ -392,6 +393,7 @@ def _layer(sharded: ShardedLayer, local: Graph, mode: RecomputeMode, stack: Stac
             frozen_expert_parameters=expert_parameters(local, frozen=True),
             frozen_ties=shared_parameters(local, tied, frozen=True),
             moved_at_once=moved_at_once(local, axis.cluster.accelerator),
+            trained_tensors=trained_tensors(local),
         ),
     )
 

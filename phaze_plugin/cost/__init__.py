@@ -14,7 +14,7 @@ from phaze.cost.calibration import (
     load_calibration,
     save_calibration,
 )
-from phaze.cost.collective_prices import Collective, CollectiveEstimate, price_collective
+from phaze.cost.collective_prices import Collective, CollectiveEstimate, broadcast_fill_s, price_collective
 from phaze.cost.cost_breakdown import CostReport, CostRow, cost_report, explain
 from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate, stack_estimates, total_estimate
 from phaze.cost.graph_prices import (
@@ -54,6 +54,7 @@ __all__ = [
     "Product",
     "Stack",
     "Work",
+    "broadcast_fill_s",
     "calibration_of",
     "cost_report",
     "explain",

@@ -113,6 +113,8 @@ class Stack:
         hides_memory: whether the traffic of matrix products runs behind their arithmetic, as that of vector work does.
         hides_links: whether collectives of tensor parallelism run behind independent ops of the layer.
         hides_reductions: whether collectives of data parallelism run beside passes; else they wait for all of them.
+        owners_broadcast: whether ZeRO-1 gives whole tensors to devices (InternEvo): gradients are all-reduced over all
+            copies, and after the update each owner sends its tensors by a broadcast of its own, one after the other.
         pipelines_products: whether gathers before a product and scatters behind one run in pieces beside it, as many as
             devices share it (Transformer Engine's userbuffers, torch's asynchronous tensor parallelism). A fact of runs
             that did so and no choice of a search: priced as if all but the first piece were hidden, it never loses,
@@ -135,6 +137,7 @@ class Stack:
     hides_memory: bool = True
     hides_links: bool = True
     hides_reductions: bool = True
+    owners_broadcast: bool = False
     pipelines_products: bool = False
     overlaps_softmax: bool = False
     accumulates_in_products: bool = True
@@ -312,10 +315,10 @@ def _changed_fields(accelerator: Accelerator) -> list[str]:
     return [name for name in names if getattr(shipped, name) != getattr(accelerator, name)]
 
 
-KIND, VERSION = "phaze calibration", 4
+KIND, VERSION = "phaze calibration", 5
 """What a calibration's file says of itself; a file of another version is refused instead of being read wrongly. Since
-version 2 it carries a digest of its content, version 3 says how products and collectives are run, and version 4 how
-8-bit products compare with the measured ones."""
+version 2 it carries a digest of its content, version 3 says how products and collectives are run, version 4 how 8-bit
+products compare with the measured ones, and version 5 whether owners of parameters broadcast them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,9 @@ On a GPU's own links, where a calibration has the library's protocols for them, 
 protocol, and the price is the least over protocols: increasing and concave in size (`phaze.cost.measured_kernels`).
 Parameters and gradients of whole layers are priced as ``is_bulk``: by the protocol of large tensors at any size, so
 that prices of placements are straight lines.
+
+A broadcast goes around one ring in chunks of c bytes, each device passing on what it has. Beside the time of its bytes,
+that of an all-gather, it takes until the first chunk is around (`broadcast_fill_s`): a + c/b for every hop.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ __all__ = [
     "Collective",
     "CollectiveEstimate",
     "Line",
+    "broadcast_fill_s",
     "collective_lines",
     "price_collective",
 ]
@@ -114,6 +118,21 @@ def price_collective(
     sent = sizes * costs[0].sent_share
     per_byte = (energy or energy_model()).link_j_per_byte
     return CollectiveEstimate(seconds=seconds, sent_bytes=sent, energy_j=sent * per_byte)
+
+
+_CHUNK_BYTES = 2**18
+"""What a device passes on at once: NCCL's own tuning counts a hop of a pipeline in large chunks as a latency and 256 kB
+over the link (src/graph/tuning.cc)."""
+
+
+def broadcast_fill_s(cluster: Cluster, axis_size: int, axis_stride: int = 1) -> float:
+    """Seconds until the first chunk of a broadcast over a mesh axis is at its last device."""
+    seconds, groups = 0.0, 1
+    for span in reversed(cluster.axis_spans(axis_size, axis_stride)):
+        hops = (span.level.size - 1) * groups
+        seconds += hops * (span.level.latency_s + _CHUNK_BYTES / span.level.bandwidth_bytes_per_s)
+        groups *= span.level.size
+    return seconds
 
 
 class Line(NamedTuple):

@@ -47,6 +47,7 @@ from phaze.profile.layer_profile import (
     peak_working_bytes,
     shared_parameters,
     total_bytes,
+    trained_tensors,
 )
 from phaze.schedule import Compatibility, Method, Resource, Schedule, ScheduleCache, exposed_link_s, schedule_layer
 from phaze.shard import ShardedLayer, slice_layer
@@ -219,6 +220,7 @@ def profile_and_report(
             frozen_expert_parameters=expert_parameters(local, frozen=True),
             frozen_ties=shared_parameters(local, tied, frozen=True),
             moved_at_once=moved_at_once(local, sharded.problem.axis.cluster.accelerator),
+            trained_tensors=trained_tensors(local),
         )
         reports = [_report(sharded, local, schedule) for schedule in (forward, backward, again)]
         gap = max((part.gap for part in (forward, backward, first, again) if part is not None), default=0.0)

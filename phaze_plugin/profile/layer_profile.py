@@ -51,6 +51,7 @@ __all__ = [
     "peak_working_bytes",
     "shared_parameters",
     "total_bytes",
+    "trained_tensors",
 ]
 
 ProfileKey = tuple[str, int, RecomputeMode]
@@ -120,6 +121,7 @@ class LayerProfile:
         frozen_ties: how many of these are shared with other layers, by the name of the tie.
         host_bytes: what goes to the host between forward and backward instead.
         moved_at_once: how many parameters ZeRO gathers or scatters at once, no more than the layer has.
+        trained_tensors: how many tensors the trained parameters are.
 
     Raises:
         PlacementError: a size is negative, infinite or NaN, or a part has more parameters than the layer.
@@ -141,6 +143,7 @@ class LayerProfile:
     frozen_ties: Mapping[str, float] = field(default_factory=dict)
     host_bytes: float = 0.0
     moved_at_once: float = math.inf
+    trained_tensors: int = 0
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -289,6 +292,11 @@ def expert_parameters(local: Graph, *, frozen: bool = False) -> float:
 def frozen_parameters(local: Graph) -> float:
     """How many float parameters on a device are read and not trained."""
     return float(sum(tensor.elements for tensor in local.parameters if tensor.is_frozen and tensor.dtype.is_float))
+
+
+def trained_tensors(local: Graph) -> int:
+    """How many tensors the trained parameters of a layer are."""
+    return sum(tensor.is_trained for tensor in local.parameters)
 
 
 def moved_at_once(local: Graph, accelerator: Accelerator) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from phaze.cost import Collective, price_collective, price_works, update_work
+from phaze.cost import Collective, broadcast_fill_s, price_collective, price_works, update_work
 from phaze.hardware import Cluster, InterconnectLevel
 from phaze.hardware.accelerator import EnergyModel, energy_model
 from phaze.ir import RecomputeMode
@@ -134,6 +134,11 @@ class PlainCosts:
         return follows and self.parallelism.schedule in in_v_shape
 
     @property
+    def _owners_broadcast(self) -> bool:
+        """Whether each device sends the tensors that it updated to the others by itself."""
+        return self.parallelism.zero == 1 and self.problem.calibration.stack.owners_broadcast
+
+    @property
     def _used_devices(self) -> int:
         return self._copies * self.parallelism.tp * self.parallelism.pp
 
@@ -179,7 +184,7 @@ class PlainCosts:
         """Seconds of what follows the last backward pass for the gradients of so many parameters."""
         groups, zero = self._groups(is_expert), self.parallelism.zero
         size = count * self.problem.recipe.reduction_bytes
-        if zero == 0:
+        if zero == 0 or self._owners_broadcast:
             copies = groups.shard * groups.groups
             return self._over_copies_s(Collective.ALL_REDUCE, size, copies, groups.stride * devices)
         stride = groups.stride * groups.shard * devices
@@ -330,6 +335,10 @@ class PlainCosts:
             if zero in (1, 2) and recipe.trains:
                 size = parameters * recipe.parameter_bytes
                 result.finish_s += self._in_group_s(Collective.ALL_GATHER, size, result.devices, is_expert)
+        if self._owners_broadcast:
+            groups = self._groups(is_expert=False)
+            owners = min(sum(profile.trained_tensors for profile in profiles.values()), groups.shard)
+            result.finish_s += owners * broadcast_fill_s(self._used_cluster(), groups.shard, result.devices)
 
     def _add_reduction(self, result: PlainStage, profiles: Mapping[int, LayerProfile]) -> None:
         """Reduce gradients behind the last backward pass, the last layer first; those of tied parameters at the end."""

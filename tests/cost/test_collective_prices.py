@@ -8,7 +8,7 @@ from hardware_strategies import clusters
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaze.cost import Calibration, Collective, price_collective
+from phaze.cost import Calibration, Collective, broadcast_fill_s, price_collective
 from phaze.errors import CostError, HardwareError
 from phaze.hardware import Cluster, InterconnectLevel, Links, parse_cluster, preset
 
@@ -173,6 +173,16 @@ def test_a_price_is_latency_plus_bytes_times_a_rate(
     size = min(size, cluster.device_count)
     start, one, many = price_collective(collective, [0.0, 1e6, 1e6 * more], cluster, size).seconds
     assert many == pytest.approx(start + (one - start) * more, rel=1e-6)
+
+
+def test_the_first_chunk_of_a_broadcast_passes_every_device_of_a_ring_once() -> None:
+    chunk = 256 * 1024
+    inner_s, outer_s = A1 + chunk / B1, A2 + chunk / B2
+    assert broadcast_fill_s(FLAT, 16) == pytest.approx(15 * (A + chunk / B))
+    assert broadcast_fill_s(LEVELS, 32) == pytest.approx(28 * inner_s + 3 * outer_s)
+    assert broadcast_fill_s(LEVELS, 16, 2) == pytest.approx(12 * inner_s + 3 * outer_s)
+    assert broadcast_fill_s(LEVELS, 4, 8) == pytest.approx(3 * outer_s)
+    assert broadcast_fill_s(LEVELS, 1) == 0
 
 
 @pytest.mark.parametrize("tensor_bytes", [-1.0, np.nan, np.inf, "much", None, 10**400, [[1], [2, 3]]])

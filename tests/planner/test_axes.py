@@ -78,6 +78,21 @@ def test_a_strategy_of_all_axes_is_priced_and_verified(name: str, strategy: dict
     assert_verified(plan, graph)
 
 
+def test_owners_that_broadcast_their_tensors_one_after_the_other_make_wide_groups_slow() -> None:
+    graph, stack = model("llama"), replace(IDEAL.stack, owners_broadcast=True)
+    options = {**QUESTION, "micro_batch_size": 1, "calibration": replace(IDEAL, stack=stack)}
+    degrees = {"dp": 16, "tp": 1, "pp": 1, "zero": 1}
+    over_all, within = (
+        phaze.evaluate(graph, cluster=cluster(), strategy={**degrees, "shard": shard}, compares=False, **options).plan
+        for shard in ("all", 4)
+    )
+    hops_s = 12 * (1e-6 + 2**18 / 100e9) + 3 * (5e-6 + 2**18 / 1e9)
+    inner_s = 3 * (1e-6 + 2**18 / 100e9)
+    assert over_all.step_time_s - within.step_time_s > 16 * hops_s - 4 * inner_s
+    for plan in (over_all, within):
+        assert_verified(plan, graph)
+
+
 def test_experts_that_tp_devices_divide_or_cut_are_priced_apart_and_the_faster_is_found() -> None:
     graph, degrees = model("mixtral"), {"dp": 4, "ep": 2, "tp": 2, "pp": 1, "zero": 1, "micro_batch_size": 1}
     divided, cut, free = (

@@ -91,6 +91,7 @@ MORE_TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "nemotron": {**_LLAMA, "model_type": "nemotron"},
     "olmo2": {**_LLAMA, "model_type": "olmo2"},
     "phi": {**_PLAIN, "model_type": "phi"},
+    "internlm2": {**_LLAMA, "model_type": "internlm2"},
     "phi3": {**_LLAMA, "model_type": "phi3"},
     "qwen2_moe": {
         **_LLAMA,

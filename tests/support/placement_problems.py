@@ -220,6 +220,17 @@ def with_axes(problem: PlacementProblem, seed: int) -> PlacementProblem:
     )
 
 
+def with_owners(problem: PlacementProblem, seed: int) -> PlacementProblem:
+    """The problem on a stack whose ZeRO-1 gives some tensors of each layer to devices, which broadcast them."""
+    random = Random(seed + 5)
+    stack = replace(problem.calibration.stack, owners_broadcast=True)
+    tensors = {layer.key: random.randrange(4) for layer in problem.graph.layers}
+    profiles = {
+        index: replace(profile, trained_tensors=tensors[index[0]]) for index, profile in problem.profiles.items()
+    }
+    return replace(problem, profiles=profiles, calibration=replace(problem.calibration, stack=stack))
+
+
 def with_host(problem: PlacementProblem, seed: int, offload: Offload = Offload.OPTIMIZER) -> PlacementProblem:
     """The problem with something on hosts whose links and memory are small or large."""
     random = Random(seed + 3)

@@ -252,7 +252,7 @@ class LayerTable:
             for size, width in product(sizes, widths):
                 dense = ZeroSharding(problem.recipe, zero, size, dp * problem.cp // size)
                 part, stride = dense.by_kind(problem.ep)[int(experts)], width * (problem.ep if experts else 1)
-                by_size.append(self.network.data_prices(zero, int(part.shard), int(part.groups), stride, used))
+                by_size.append(self.network.data_prices(zero, int(part.shard), int(part.groups), stride, used)[:3])
             by_kind = list(zip(*by_size, strict=True))
             rates = (min(price.s_per_byte for price in prices) for prices in by_kind)
             known[index] = (*rates, *(min(price.latency_s for price in prices) for prices in by_kind))

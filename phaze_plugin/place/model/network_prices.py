@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from phaze.cost import Calibration, Collective, price_collective
+from phaze.cost import Calibration, Collective, broadcast_fill_s, price_collective
 from phaze.hardware import Cluster, InterconnectLevel
 from phaze.hardware.accelerator import EnergyModel, energy_model
 from phaze.place.model.stage_space import FloatArray, IntArray
@@ -49,11 +49,13 @@ class DataPrices(NamedTuple):
         scatter: of gradients within a group, likewise.
         reduction: of gradients after the last backward, likewise: an all-reduce over all of them (ZeRO-0), or a
             reduce-scatter within groups (ZeRO-1 only) and an all-reduce of the shards between them.
+        fill_s: seconds before the first bytes of a broadcast within a group are at its last device.
     """
 
     gather: Price
     scatter: Price
     reduction: Price
+    fill_s: float = 0.0
 
 
 class LinkPrices(Protocol):
@@ -151,8 +153,11 @@ class Network:
         """Prices over ``groups`` groups of ``shard`` neighbours at ``stride``, in a plan on ``used`` devices."""
         gather = self.collective(Collective.ALL_GATHER, shard, stride, used)
         scatter = self.collective(Collective.REDUCE_SCATTER, shard, stride, used)
-        if zero == 0:
-            return DataPrices(gather, scatter, self.collective(Collective.ALL_REDUCE, shard * groups, stride, used))
+        broadcasts = zero == 1 and self.calibration.stack.owners_broadcast
+        if zero == 0 or broadcasts:
+            fill_s = broadcast_fill_s(self._part(used), shard, stride) if broadcasts else 0.0
+            every = self.collective(Collective.ALL_REDUCE, shard * groups, stride, used)
+            return DataPrices(gather, scatter, every, fill_s)
         between = self.collective(Collective.ALL_REDUCE, groups, stride * shard, used).on_part(1 / shard)
         return DataPrices(gather, scatter, scatter.then(between) if zero == 1 else between)
 

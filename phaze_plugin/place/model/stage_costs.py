@@ -21,8 +21,9 @@ Transfers (`_send_parts`). A tensor that tp devices hold whole is sent in tp par
 After the last backward. Gradients are reduced (`_reduction_s`): over all copies (ZeRO-0), within ZeRO's groups (ZeRO-1)
 and the shards between groups, layer by layer and hidden behind the last backward as in `StageSpace.exposed`; tied
 parameters come after the others. Then come the reduction of ties between stages (`_tie_s`), the update, and the gather
-of updated parameters (ZeRO-1 and 2). What each ZeRO stage moves is in `zero_sharding.py`. Parameters of experts that
-are divided over ep devices have groups of their own (`_DataAxis`); their collectives follow the others of the layer.
+of updated parameters (ZeRO-1 and 2), or their broadcasts by owners (`Stack.owners_broadcast`). What each ZeRO stage
+moves is in `zero_sharding.py`. Parameters of experts that are divided over ep devices have groups of their own
+(`_DataAxis`); their collectives follow the others of the layer.
 
 Parameters that are sharded over stages (`_stage_sharded_s`) are gathered before all passes, and their gradients are
 scattered after them, where stages wait for each other as with ties; then each stage reduces and updates its part.
@@ -293,13 +294,19 @@ class _DataAxis:
         return self._per_pass("scatter", float(self.sharding.scattered_bytes_per_backward))
 
     def updated(self, update_s: float) -> FloatArray:
-        """The update, and one gather of what it updated, per stage."""
+        """The update, and one gather of what it updated, per stage, or a broadcast of each owner's tensors."""
         parameters = self.parameters.parameters
         latency, rate = self._by_stage("gather")
         sizes = self.sharding.gathered_bytes_per_batch * parameters
-        gathered = np.where(sizes > 0, latency + rate * sizes, 0.0)
+        gathered = np.where(sizes > 0, latency + rate * sizes + self._broadcasts_fill_s(), 0.0)
         update_s *= self.sharding.recipe.trains
         return np.asarray(parameters * (update_s / self.sharding.optimizer_shards) + gathered)
+
+    def _broadcasts_fill_s(self) -> FloatArray:
+        """What the broadcasts of all owners of tensors take beside their bytes, per stage."""
+        wide, single = (self._prices(tp).fill_s for tp in (self.sums.tp, 1))
+        owners = np.minimum(self.parameters.trained_tensors, float(self.sharding.shard))
+        return np.asarray(owners * np.where(self.devices < self.sums.tp, single, wide))
 
     @property
     def is_reduced(self) -> bool:

@@ -46,10 +46,11 @@ class ParameterSums(NamedTuple):
     layer_parameters: FloatArray
     tied_parameters: FloatArray
     tied_groups: FloatArray
+    trained_tensors: FloatArray
 
     def take(self, stages: IntArray) -> ParameterSums:
         """The same sums of only some of the stages."""
-        return ParameterSums(*(self[place] if place == _BY_LAYER else self[place][stages] for place in range(6)))
+        return ParameterSums(*(sums if place == _BY_LAYER else sums[stages] for place, sums in enumerate(self)))
 
 
 _BY_LAYER = ParameterSums._fields.index("layer_parameters")
@@ -80,6 +81,7 @@ class StageSums:
         expert_layers: how many layers have such experts, per stage.
         tied_parameters: parameters that other layers (here or elsewhere) share, per stage.
         tied_groups: how many ties the stage takes part in.
+        trained_tensors: how many tensors the trained parameters are, per stage; none is one of divided experts only.
         split_ties: per (tie, stage), the shared parameters if other stages hold them too, else 0.
         table_bytes: parameters of whole numbers, per stage.
         frozen: parameters that are read and not trained, per stage: dense ones and those of divided experts.
@@ -118,6 +120,7 @@ class StageSums:
     expert_layers: FloatArray
     tied_parameters: FloatArray
     tied_groups: FloatArray
+    trained_tensors: FloatArray
     split_ties: FloatArray
     table_bytes: FloatArray
     frozen: tuple[ParameterSums, ParameterSums]
@@ -167,9 +170,10 @@ class StageSums:
             layer_parameters=self.layer_parameters - self.layer_expert_parameters,
             tied_parameters=self.tied_parameters,
             tied_groups=self.tied_groups,
+            trained_tensors=self.trained_tensors,
         )
         none = np.zeros_like(experts)
-        of_experts = ParameterSums(experts, experts, self.expert_layers, self.layer_expert_parameters, none, none)
+        of_experts = ParameterSums(experts, experts, self.expert_layers, self.layer_expert_parameters, none, none, none)
         count = 1 if ep == 1 else 2
         return (*(dense, of_experts)[:count], *(self.frozen[:count] if has_frozen else ()))
 
@@ -285,6 +289,7 @@ def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_
         expert_layers=np.rint(space.sums((experts > 0).astype(float))),
         tied_parameters=ties.held,
         tied_groups=ties.groups,
+        trained_tensors=space.sums(np.array([float(profile.trained_tensors) for profile in profiles])),
         split_ties=ties.split,
         table_bytes=space.sums(np.array([profile.table_bytes for profile in profiles])),
         frozen=_frozen_sums(problem, space, profiles),
@@ -356,7 +361,8 @@ def _frozen_sums(
     for counts, trained, counted_twice in ((dense, trained_dense, repeated), (experts, trained_experts, none)):
         summed, gathered_alone = space.sums(counts), (counts > 0) & (trained <= 0)
         layers = np.rint(space.sums(gathered_alone.astype(float)))
-        kinds.append(ParameterSums(np.maximum(summed - counted_twice, 0.0), summed, layers, no_layer, none, none))
+        held = np.maximum(summed - counted_twice, 0.0)
+        kinds.append(ParameterSums(held, summed, layers, no_layer, none, none, none))
     return kinds[0], kinds[1]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from placement_brute_force import brute_force
-from placement_problems import changed, problem_with_axes, random_problem, stage_sharded_problem, with_axes
+from placement_problems import changed, problem_with_axes, random_problem, stage_sharded_problem, with_axes, with_owners
 from property_examples import examples
 
 from phaze.hardware import Cluster
@@ -53,6 +53,12 @@ def test_the_program_finds_what_trying_everything_finds_over_hybrid_shards_split
     seed: int,
 ) -> None:
     compare_with_brute_force(problem_with_axes(seed))
+
+
+@examples(20)
+@given(seeds)
+def test_the_program_finds_what_trying_everything_finds_where_owners_broadcast_their_tensors(seed: int) -> None:
+    compare_with_brute_force(with_owners(problem_with_axes(seed), seed))
 
 
 @examples(60)
