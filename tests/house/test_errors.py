@@ -2,11 +2,13 @@
 
 import inspect
 import re
+from collections.abc import Callable
 
 import pytest
 
+import phaze
 from phaze import errors
-from phaze.errors import PhazeError, UnknownNameError
+from phaze.errors import ImportModelError, PhazeError, QuestionError, UnknownNameError
 
 CLASSES = {
     name: value
@@ -41,3 +43,29 @@ def test_an_unknown_name_offers_near_ones_and_lists_the_known(name: str, message
 
 def test_an_unknown_name_among_none_says_so() -> None:
     assert str(UnknownNameError("target", "torch", [])) == "unknown target 'torch'. Known: none."
+
+
+class _Model:
+    """A class where a model is expected."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "words"),
+    [
+        (lambda: phaze.optimize("gpt2", "h100:8"), QuestionError, "a cluster is given by name: cluster='h100:8'"),
+        (
+            lambda: phaze.optimize("gpt2", cluster="h100:8", global_batch=8),
+            TypeError,
+            r"Did you mean global_batch_size\?",
+        ),
+        (lambda: phaze.search("gpt2", devices=8, hbm=[32]), TypeError, r"Did you mean hbm_gib\?"),
+        (lambda: phaze.import_graph(_Model), ImportModelError, r"pass an instance, _Model\(...\)"),
+        (lambda: phaze.import_graph(__file__), ImportModelError, r"write python:.*test_errors.py:NAME"),
+        (lambda: phaze.optimise, AttributeError, r"Did you mean optimize\?"),
+    ],
+)
+def test_what_people_give_by_mistake_is_answered_with_what_they_meant(
+    asked: Callable[[], object], kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        asked()
