@@ -371,6 +371,7 @@ def _runner_up_text(plan: Plan, runner_up: RunnerUp) -> str:
         return f"{runner_up.kind}: {runner_up.reason}"
     slower = runner_up.step_time_s / plan.step_time_s - 1
     reason = f"; {runner_up.reason}" if runner_up.reason else ""
+    reason += "; faster, but within the gap at which the search ended" if slower < 0 else ""
     reason += f"; {TOO_NEAR}" if is_too_near(plan, runner_up.step_time_s) else ""
     time_text = f"{seconds_text(runner_up.step_time_s)} ({slower:+.2%})"
     return f"{runner_up.kind}: {time_text}: {strategy_text(runner_up.strategy)}{reason}"

@@ -361,6 +361,16 @@ def test_runners_up_are_of_other_kinds_and_not_faster_than_the_bound() -> None:
     assert replace(plan, runners_up=()).runners_up == ()
 
 
+def test_a_runner_up_that_is_faster_within_the_gap_says_so() -> None:
+    plan = small_plan(hbm_mib=80).explained()
+    slower = next(other for other in plan.runners_up if other.step_time_s is not None)
+    faster = replace(slower, step_time_s=0.99 * plan.step_time_s)
+    words = "faster, but within the gap at which the search ended"
+    assert words in " ".join(replace(plan, runners_up=(faster,)).explain().split())
+    equal = replace(slower, step_time_s=plan.step_time_s)
+    assert words not in " ".join(replace(plan, runners_up=(equal,)).explain().split())
+
+
 def test_microbatches_are_offered_beyond_the_default_sizes_while_the_largest_is_the_best() -> None:
     question: dict[str, object] = {"cluster": small_cluster(devices=1), "global_batch_size": 64}
     plan = checked(phaze.optimize(small_graph(num_layers=1), **question), small_graph(num_layers=1))
