@@ -5,7 +5,8 @@
 One fit per family of chips over all rows on its chips, whatever dataset they are of: at most six numbers, none of
 which depends on a dataset, a model or a row. Every part of a dataset counts the same, however many rows it has, and
 rows of one question (the same run published in several versions) share one weight. A part that has one question twice
-with times that differ by more than `LARGEST_CONTRADICTION` is not fitted to: its releases differ more than its runs.
+with times that differ by more than `LARGEST_CONTRADICTION` is not fitted to: its releases differ more than its runs;
+nor is one of fewer than `LEAST_ROWS_OF_A_PART` rows.
 Fits go in rounds: the logarithms of seconds are linear in the terms near a point, so that each round solves a robust
 least-squares problem on derivatives at the last point and moves there. Printed are the terms, and for each part of a
 dataset the error in sample, and with each group of rows that differ only in strategy left out as a whole (the others
@@ -41,6 +42,8 @@ ROUNDS = 8
 """Linear fits one after the other, enough for a term to move by a factor of 25 from where it begins."""
 LARGEST_STEP = 1.5
 """The factor by which a term may change in one round."""
+LEAST_ROWS_OF_A_PART = 3
+"""Parts with fewer rows are scored and not fitted to."""
 LARGEST_CONTRADICTION = 1.5
 """The ratio of two published times of one run beyond which no constants of a chip explain both."""
 
@@ -128,8 +131,8 @@ class Sample:
 def sample_of(rows: Sequence[Row], family: Family, scorer: Scorer) -> Sample:
     """Every row on the family's chips that can be priced, but for parts that contradict themselves."""
     usable = [row for row in distinct(rows) if row.chip in family.chips]
-    contradicting = contradicting_parts(usable)
-    usable = [row for row in usable if part_of(row) not in contradicting]
+    unfit = contradicting_parts(usable) | small_parts(usable)
+    usable = [row for row in usable if part_of(row) not in unfit]
     prepared = [(row, scorer.prepare(row, family.start.stack)) for row in usable]
     kept = [(row, run) for row, run in prepared if isinstance(run, PreparedRun)]
     repeats = Counter(row.question for row, _ in kept)
@@ -142,6 +145,15 @@ def sample_of(rows: Sequence[Row], family: Family, scorer: Scorer) -> Sample:
         runs=tuple(run for _, run in kept),
         weights=np.array(weights) / max(weights, default=1.0),
     )
+
+
+def small_parts(rows: Sequence[Row]) -> set[str]:
+    """Parts of datasets with so few rows that they would say too much where every part counts the same; printed."""
+    counts = Counter(part_of(row) for row in rows)
+    found = {part for part, count in counts.items() if count < LEAST_ROWS_OF_A_PART}
+    for part in sorted(found):
+        print(f"{part}: not fitted to, it has {counts[part]} rows")
+    return found
 
 
 def contradicting_parts(rows: Sequence[Row]) -> set[str]:

@@ -22,9 +22,10 @@ import argparse
 import csv
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from collectives import TABLE as COLLECTIVES_TABLE
@@ -66,12 +67,16 @@ MOST = (5e-5, 1.0, 0.999, 1e-5, 20.0, 1.0, 0.99, 1.0)
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU of the table: presets with its multiprocessors, how many these are, and what fused attention reaches."""
+    """A GPU of the table: presets with its multiprocessors, how many these are, and what fused attention reaches.
+
+    `relative_power` has the presets with another power limit, as a multiple of that of the chip that was measured.
+    """
 
     presets: tuple[str, ...]
     multiprocessors: int
     attention: float
     attention_source: str
+    relative_power: Mapping[str, float] = MappingProxyType({})
 
 
 _FLASH_2 = "FlashAttention-2 (arXiv:2307.08691): 50 to 73 % of the peak on A100"
@@ -80,9 +85,10 @@ CHIPS = {
     "NVIDIA A100-SXM4-80GB": Chip(("a100-80gb", "a100-40gb"), 108, 0.6, _FLASH_2),
     "NVIDIA H100 80GB HBM3": Chip(("h100", "h800", "gh200"), 132, 0.55, _FLASH_3),
     "NVIDIA H200": Chip(("h200",), 132, 0.55, _FLASH_3),
-    "NVIDIA B200": Chip(("b200",), 148, 0.55, "assumed as on H100"),
-    "NVIDIA GB200": Chip(("gb200",), 152, 0.55, "assumed as on H100"),
+    "NVIDIA B200": Chip(("b200", "b300"), 148, 0.55, "assumed as on H100"),
+    "NVIDIA GB200": Chip(("gb200", "gb300"), 152, 0.55, "assumed as on H100", relative_power={"gb300": 1.167}),
 }
+_POWER_SOURCE = "assumed: 1400 W instead of 1200 W, and products of both are limited by power"
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,10 +259,15 @@ def fitted(tables: Sequence[Products], *, buckets: bool) -> dict[str, dict[str, 
         out = left_out_error(products)
         show(products, kernel, cast, out, buckets)
         chip = products.chip
+        powers = {
+            name: {"value": power, "source": _POWER_SOURCE, "verified": False}
+            for name, power in chip.relative_power.items()
+        }
         record = chips.setdefault(
             chip.presets[0],
             {
                 "chips": list(chip.presets),
+                **({"relative_power": powers} if powers else {}),
                 "multiprocessors": chip.multiprocessors,
                 "attention": {"value": chip.attention, "source": chip.attention_source, "verified": False},
             },

@@ -14,7 +14,8 @@ What the pages do not say, and what is assumed for all of them:
   listed.
 - "megatron-bridge": recompute is not on the page; none is assumed. Collectives of tensor parallelism run in pieces
   beside products (`tp_comm_overlap` of its performance recipes). "FP8" is current scaling, "FP8-MX" is MXFP8.
-  Experts were forced to be balanced. DeepSeek-V3 is without multi-token prediction unless its name says so.
+  Tokens are sent to experts as its recipes say (`_dispatcher`); experts were forced to be balanced. DeepSeek-V3 is
+  without multi-token prediction unless its name says so.
 - "nemo-2024": as above; Nemotron-8B and -22B are GPTs with squared ReLU of 32 x 4096 and 40 x 6144 and a vocabulary
   of 256,000 (from general knowledge). Long contexts give TFLOP/s without a formula.
 """
@@ -208,6 +209,8 @@ def _why_not_dgxc(values: Mapping[str, str]) -> str | None:
     if values["recompute_yaml"] == "?":
         return "recompute is not stated"
     model = values["model"].lower()
+    if "deepseek v3" in model:
+        return "its script drops tokens and recomputes modules that the page does not name"
     if "nemotron-h" in model:
         return "a hybrid of Mamba and attention is no config that is read"
     if "maverick" in model:
@@ -215,14 +218,17 @@ def _why_not_dgxc(values: Mapping[str, str]) -> str | None:
     return None
 
 
+def _runs_userbuffers(values: Mapping[str, str]) -> bool:
+    """Nemotron 340B on Blackwell, whose script gives userbuffers for tp 8, whatever the v24.11 files say of H100."""
+    return values["model"].lower() == "nemotron4 340b" and _chip(values["gpu"]) in ("b200", "gb200")
+
+
 def _dgxc_row(name: str, values: Mapping[str, str]) -> Row:
-    if "deepseek v3" in values["model"].lower():
-        model, layers = "deepseek-v3", 61
-    else:
-        model, layers = _config(values), whole(values, "layers")
-    split = "mixtures" if "deepseek" in str(model) or "mixtral" in str(model) else values["precision"].lower()
+    model, layers = _config(values), whole(values, "layers")
+    split = "mixtures" if "mixtral" in str(model) else values["precision"].lower()
     recompute = {"": "none", "none": "none", "selective": "selective"}[values["recompute_yaml"]]
-    stack = MEGATRON_CORE | ({"pipelines_products": True} if values["tp_comm_overlap"] == "yes" else {})
+    in_pieces = values["tp_comm_overlap"] == "yes" or _runs_userbuffers(values)
+    stack = MEGATRON_CORE | ({"pipelines_products": True} if in_pieces else {})
     facts = {"chip": values["gpu"], "recompute": recompute, "seconds": quantity(values["step_s"]), "stack": stack}
     if not values["recompute_yaml"]:
         facts["memory_unknown"] = "recompute is not stated"
@@ -266,6 +272,22 @@ _BRIDGE_MODELS: dict[str, tuple[Any, int, bool]] = {
 """By the page's name: the model, its blocks, and whether it is a mixture of experts."""
 
 
+_ALL_TO_ALL = {("QWEN3_235B_A22B", chip) for chip in ("b300", "b200", "h100")} | {("GPT OSS 120B", "h100")}
+"""Models and chips whose recipes name no DeepEP or HybridEP: a copy of a token goes to each of its experts."""
+_OVERLAPPED = ("QWEN3_235B_A22B", "h100")
+"""The recipe that has had `moe_a2a_overlap` in all releases."""
+_OVERLAPPING_RELEASE = "26.06"
+"""From it on MXFP8 recipes of GB200, GB300 and B300 have `moe_a2a_overlap`, Kimi K2's with a microbatch of 1 only."""
+
+
+def _dispatcher(values: Mapping[str, str]) -> dict[str, Any]:
+    """How a recipe sends tokens to experts (scripts/performance/configs of Megatron-Bridge)."""
+    key = (values["model"].upper().split(" (")[0], _chip(values["system"]))
+    overlaps = values["release"] >= _OVERLAPPING_RELEASE and values["precision"] == "MXFP8"
+    overlaps = overlaps and not (key[0] == "KIMI_K2" and values["mbs"] != "1")
+    return {"sends_tokens_once": key not in _ALL_TO_ALL, "hides_exchanges": overlaps or key == _OVERLAPPED}
+
+
 def read_bridge(path: Path) -> Iterator[Row]:
     """Megatron-Bridge's pages."""
     for number, values in lines_of(path):
@@ -287,6 +309,8 @@ def _why_not_bridge(values: Mapping[str, str]) -> str | None:
         return "a hybrid of Mamba, attention and experts is no config that is read"
     if "W/ MTP" in model:
         return "multi-token prediction beside a pipeline is not read"
+    if values["notes"] == "gpt-oss-note":
+        return "the page calls its time a regression of cuDNN's, which the next release resolves"
     if values["packed_seq"]:
         return "packed sequences are not priced"
     return None
@@ -298,6 +322,8 @@ def _bridge_row(name: str, values: Mapping[str, str]) -> Row:
     devices, batch, length = (whole(values, key) for key in ("gpus", "gbs", "seq"))
     chip = _chip(values["system"])
     stack = MEGATRON_CORE | ({"pipelines_products": True} if whole(values, "tp", 1) > 1 else {})
+    if is_mixture:
+        stack |= _dispatcher(values)
     return _row(
         "megatron-bridge",
         name,

@@ -28,7 +28,7 @@ from phaze.cost.measured_kernels import ProductKernels
 from phaze.hardware import Accelerator
 from phaze.hardware.precision import dtype_bytes
 from phaze.ir import Graph, Op, OpKind, Phase
-from phaze.profile.layer_jobs import group_edges, pieces_of_products
+from phaze.profile.layer_jobs import group_edges, is_expert_exchange, pieces_of_products
 from phaze.shard import Axis
 from phaze.shard.mesh_axes import WAYS, is_ring
 
@@ -72,6 +72,7 @@ class PassParts:
     """Ideal seconds per op (tensor, vector, memory), of rings, and of all other collectives together.
 
     `attentions` are the ops that are fused attention, `narrow_products` those that run as measured 8-bit products.
+    `exchanged` are exchanges of experts that run beside the pass.
     """
 
     tensor_s: _Floats
@@ -84,6 +85,7 @@ class PassParts:
     attentions: tuple[int, ...] = ()
     narrow_products: tuple[int, ...] = ()
     is_backward: bool = False
+    exchanged: LinkParts = LinkParts(latency_s=0.0, inner_s=0.0, outer_s=0.0)
 
     def seconds(self, calibration: Calibration) -> float:
         """The pass under a calibration of the same stack."""
@@ -99,7 +101,7 @@ class PassParts:
         launched = len(run) + self.links
         spent = ops.sum() + self.moved.seconds(calibration) + launched * calibration.op_overhead_s
         launches = launched * (BACKWARD_LAUNCHES if self.is_backward else 1.0)
-        return float(max(spent, launches * calibration.overhead_s))
+        return float(max(spent, launches * calibration.overhead_s, self.exchanged.seconds(calibration)))
 
 
 def work_parts(
@@ -113,12 +115,13 @@ def work_parts(
     estimate = price_works(works, accelerator, calibration=Calibration(stack=stack))
     moved = estimate.spread_bytes[:, 0]
     lanes = accelerator.vector_cores * accelerator.vector_lanes * accelerator.clock_hz
-    vector = np.array([work.vector_operations for work in works]) / lanes
+    trips = np.array([work.trips for work in works])
+    vector = trips * np.array([work.vector_operations for work in works]) / lanes
     added = Calibration(stack=replace(stack, hides_memory=False), products=products)
     bare = [replace(work, vector_operations=0.0) if work.products else work for work in works]
     whole = price_works(bare, accelerator, calibration=added).spread_s[:, 0]
     is_kernel = np.array([products is not None and work.is_plain_product for work in works])
-    besides = np.where(is_kernel, [work.streamed_bytes for work in works], moved)
+    besides = np.where(is_kernel, trips * [work.streamed_bytes for work in works], moved)
     tensor = whole - besides / accelerator.hbm_bandwidth_bytes_per_s
     tensor = np.where([bool(work.products) for work in works], tensor, 0.0)
     memory = (moved if stack.hides_memory else besides) / accelerator.hbm_bandwidth_bytes_per_s
@@ -129,25 +132,31 @@ def pass_parts(local: Graph, ops: Sequence[Op], axis: Axis, stack: Stack) -> Pas
     """The parts of ``ops``, a pass of a sliced layer."""
     groups = fuse_epilogues(local, ops, stack.fusion)
     links = [group.head for group in groups if group.head.kind is OpKind.COLLECTIVE]
-    computing = [group for group in groups if group.head.kind is not OpKind.COLLECTIVE]
+    pieces = pieces_of_products(groups, group_edges(groups)) if stack.pipelines_products and axis.tp > 1 else {}
+    computing = [
+        replace(group, pieces=axis.tp) if index in pieces else group
+        for index, group in enumerate(groups)
+        if group.head.kind is not OpKind.COLLECTIVE
+    ]
     priced = [(group, work) for group in computing if (work := group_work(group, local.tensors)).compulsory_bytes]
     works = [work for _, work in priced]
     chip, products = axis.cluster.accelerator, axis.calibration.products
     tensor, vector, memory = work_parts(works, chip, stack, products) if works else (np.zeros(0),) * 3
     rings = _rings(local, [group for group, _ in priced], [op for op in links if is_ring(op)], axis)
-    beside = {op.id for op in links if is_ring(op)}
-    if stack.pipelines_products and axis.tp > 1:
-        index_of = {group.head.id: index for index, (group, _) in enumerate(priced)}
-        for product, pieces in pieces_of_products(groups, group_edges(groups)).items():
-            heads = [groups[piece].head for piece in pieces]
-            beside.update(op.id for op in heads)
-            index = index_of[groups[product].head.id]
-            rings.append(RingParts(op=index, blocks=axis.tp, links=_link_parts(axis, local, heads)))
+    exchanges = [op for op in links if stack.hides_exchanges and is_expert_exchange(op)]
+    beside = {op.id for op in links if is_ring(op)} | {op.id for op in exchanges}
+    index_of = {group.head.id: index for index, (group, _) in enumerate(priced)}
+    for product, members in pieces.items():
+        heads = [groups[member].head for member in members]
+        beside.update(op.id for op in heads)
+        index = index_of[groups[product].head.id]
+        rings.append(RingParts(op=index, blocks=axis.tp, links=_link_parts(axis, local, heads)))
     return PassParts(
         tensor_s=tensor,
         vector_s=vector,
         memory_s=memory,
         moved=_link_parts(axis, local, [op for op in links if op.id not in beside]),
+        exchanged=_link_parts(axis, local, exchanges),
         rings=tuple(rings),
         links=len(links),
         stack=stack,
@@ -189,5 +198,6 @@ def _link_parts(axis: Axis, local: Graph, links: Sequence[Op]) -> LinkParts:
 
 
 def _link_s(axis: Axis, local: Graph, op: Op, link: float, network: float) -> float:
-    parts = Calibration(name="parts", link=link, network=network, links=axis.calibration.links)
+    calibration = axis.calibration
+    parts = Calibration(name="parts", link=link, network=network, links=calibration.links, stack=calibration.stack)
     return replace(axis, calibration=parts).link_s(local, op)

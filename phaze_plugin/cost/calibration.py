@@ -116,9 +116,10 @@ class Stack:
         owners_broadcast: whether ZeRO-1 gives whole tensors to devices (InternEvo): gradients are all-reduced over all
             copies, and after the update each owner sends its tensors by a broadcast of its own, one after the other.
         pipelines_products: whether gathers before a product and scatters behind one run in pieces beside it, as many as
-            devices share it (Transformer Engine's userbuffers, torch's asynchronous tensor parallelism). A fact of runs
-            that did so and no choice of a search: priced as if all but the first piece were hidden, it never loses,
-            but torchtitan's four published pairs of runs saved 0.25 to 0.62 of the seconds that this says.
+            devices share it (Transformer Engine's userbuffers, torch's asynchronous tensor parallelism). Such a
+            product is made in as many kernels. A fact of runs that did so and no choice of a search: priced as if all
+            but the first piece were hidden, it seldom loses, but torchtitan's four published pairs of runs saved 0.28
+            to 0.68 of the seconds that this says.
         overlaps_softmax: whether fused attention computes softmax beside its products (FlashAttention-3 and cuDNN on
             Hopper and Blackwell), which makes it `SOFTMAX_OVERLAP_GAIN` times as fast.
         accumulates_in_products: whether products add a microbatch's gradients to the sum so far without extra traffic.
@@ -127,6 +128,9 @@ class Stack:
             no multiple of it, run at a third of their rate.
         launches_ahead: whether the host queues ops while the device works, so that its time per op shows only in passes
             with too little work; else ops run one after the other, each after its launch.
+        sends_tokens_once: whether tokens go to the devices of experts once for each device and once for each node, and
+            not once for each expert (DeepEP, HybridEP), and back likewise.
+        hides_exchanges: whether all-to-alls of experts run beside the passes of another microbatch.
         keeps_narrow_inputs: whether the inputs of 8-bit products are kept for backward in 8 bits, as Transformer Engine
             does; what other ops read as well is kept in its own type besides.
         fuses_update: whether the update reads gradients once; else they are first copied to the master's type, checked
@@ -144,6 +148,8 @@ class Stack:
     recomputes_ends: bool = True
     alignment_bytes: int = 1
     launches_ahead: bool = True
+    sends_tokens_once: bool = False
+    hides_exchanges: bool = False
     keeps_narrow_inputs: bool = False
     fuses_update: bool = True
 

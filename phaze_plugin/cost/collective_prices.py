@@ -143,22 +143,52 @@ class Line(NamedTuple):
 
 
 def collective_lines(
-    collective: Collective, cluster: Cluster, axis_size: int, axis_stride: int = 1, *, calibration: Calibration = IDEAL
+    collective: Collective,
+    cluster: Cluster,
+    axis_size: int,
+    axis_stride: int = 1,
+    *,
+    calibration: Calibration = IDEAL,
+    copies: int = 1,
 ) -> tuple[Line, ...]:
-    """The straight lines whose least is the price of a collective, one for each protocol."""
-    costs = _costs(collective, cluster, axis_size, axis_stride, calibration, is_bulk=False)
+    """The straight lines whose least is the price of a collective, one for each protocol.
+
+    Of what an all-to-all sends, so many ``copies`` in a row are of one token, which goes to a group of devices once.
+    """
+    costs = _costs(collective, cluster, axis_size, axis_stride, calibration, is_bulk=False, copies=copies)
     return tuple(Line(cost.latency_s, cost.s_per_byte) for cost in costs)
 
 
 def _costs(
-    collective: Collective, cluster: Cluster, axis_size: int, axis_stride: int, calibration: Calibration, is_bulk: bool
+    collective: Collective,
+    cluster: Cluster,
+    axis_size: int,
+    axis_stride: int,
+    calibration: Calibration,
+    is_bulk: bool,
+    copies: int = 1,
 ) -> list[_Cost]:
     """The price of a collective under every protocol; under one that is none where no links were measured."""
     spans, links = cluster.axis_spans(axis_size, axis_stride), calibration.links
     protocols: Sequence[LinkProtocol | None] = (None,)
     if links is not None and any(span.is_inner and links.hold_for(span.level) for span in spans):
         protocols = (links.bulk,) if is_bulk else links.protocols
-    return [_priced(collective, [_Hop.of(span, calibration, protocol) for span in spans]) for protocol in protocols]
+    sent = [_sent_once(math.prod(span.level.size for span in spans[index:]), copies) for index in range(len(spans))]
+    return [
+        _priced(
+            collective,
+            [_Hop.of(span, calibration, protocol, once) for span, once in zip(spans, sent, strict=True)],
+        )
+        for protocol in protocols
+    ]
+
+
+def _sent_once(groups: int, copies: int) -> float:
+    """The share of a token's copies that is sent where each of so many groups of devices gets one at most.
+
+    Experts are chosen evenly, so that a group has none of the copies with the probability (1 - 1/groups)^copies.
+    """
+    return groups * (1 - (1 - 1 / groups) ** copies) / copies
 
 
 def _priced(collective: Collective, hops: Sequence[_Hop]) -> _Cost:
@@ -195,13 +225,15 @@ class _Hop:
     efficiency: float
     protocol: LinkProtocol | None = None
     exchanged: float = 1.0
+    sent_once: float = 1.0
 
     @classmethod
-    def of(cls, span: AxisSpan, calibration: Calibration, protocol: LinkProtocol | None) -> _Hop:
+    def of(cls, span: AxisSpan, calibration: Calibration, protocol: LinkProtocol | None, sent_once: float) -> _Hop:
         links = calibration.links
         if protocol is None or links is None or not (span.is_inner and links.hold_for(span.level)):
-            return cls(span.level, calibration.link if span.is_inner else calibration.network)
-        return cls(span.level, calibration.link * protocol.share, protocol, links.exchanged)
+            efficiency = calibration.link if span.is_inner else calibration.network
+            return cls(span.level, efficiency, sent_once=sent_once)
+        return cls(span.level, calibration.link * protocol.share, protocol, links.exchanged, sent_once)
 
     @property
     def size(self) -> int:
@@ -246,7 +278,8 @@ class _Hop:
     @property
     def exchanged_share(self) -> float:
         """What a device sends in an all-to-all; in a row it also passes on what others sent."""
-        return (self.size**2 // 4) / self.size if self.is_row else (self.size - 1) / self.size
+        crossing = (self.size**2 // 4) / self.size if self.is_row else (self.size - 1) / self.size
+        return crossing * self.sent_once
 
     @property
     def exchange_time_share(self) -> float:

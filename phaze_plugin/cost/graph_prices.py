@@ -33,7 +33,7 @@ import numpy as np
 from phaze.cost.calibration import IDEAL, Calibration, Fusion
 from phaze.cost.estimate import BINDINGS, CoreKind, Estimate, stack_estimates, total_estimate
 from phaze.cost.off_chip_traffic import ProductTiling
-from phaze.cost.operator_work import Tensors, Work, op_work, read_bytes, vector_operations, written_bytes
+from phaze.cost.operator_work import Tensors, Work, in_pieces, op_work, read_bytes, vector_operations, written_bytes
 from phaze.cost.work_prices import PriceTable, price_works
 from phaze.errors import PluginError
 from phaze.hardware import Accelerator, AcceleratorArray
@@ -69,11 +69,15 @@ _HEADS = {
 
 @dataclass(frozen=True, slots=True)
 class OpGroup:
-    """Ops that run as one: a head, and elementwise ops fused behind it; ``writes`` are the tensors that leave."""
+    """Ops that run as one: a head, and elementwise ops fused behind it; ``writes`` are the tensors that leave.
+
+    A product may run in so many ``pieces`` of its rows, one after the other.
+    """
 
     head: Op
     epilogue: tuple[Op, ...] = ()
     writes: tuple[str, ...] = ()
+    pieces: int = 1
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -147,6 +151,8 @@ def _closed(group: Sequence[Op], readers: dict[str, set[str]]) -> OpGroup:
 
 def group_work(group: OpGroup, tensors: Tensors) -> Work:
     """The work of a group: the head's own, with the traffic inside the group left out."""
+    if group.pieces > 1:
+        return in_pieces(group_work(replace(group, pieces=1), tensors), group.pieces)
     if group.epilogue and (trips := group.head.rule.trips) > 1:
         head, *epilogue = (replace(op, rule=op.rule.of_one_trip) for op in group.ops)
         return replace(group_work(OpGroup(head, tuple(epilogue), group.writes), tensors), trips=trips)
@@ -236,7 +242,7 @@ def _work_of(group: OpGroup, graph: Graph, known: dict[tuple[str, ...], Work] | 
     """The work of a group, looked up among those that are known where there are any."""
     if known is None:
         return group_work(group, graph.tensors)
-    key = (group.head.id, *[op.id for op in group.epilogue])
+    key = (group.head.id, *[op.id for op in group.epilogue], str(group.pieces))
     if key not in known:
         known[key] = group_work(group, graph.tensors)
     return known[key]

@@ -5,7 +5,7 @@ that together reach `peak` flops a second in its type. The library cuts Y into t
 sums are added up after it:
 
     tile    = tile_s + 64 ceil(K / (64 s)) max(2 b c P / (arithmetic peak), (b + c) e P / (cache bandwidth))
-    waves   = ceil(B ceil(M/b) ceil(N/c) s / P)
+    waves   = ceil(B ceil(M/b) ceil(N/c) s / P); of a product in n pieces n ceil(B ceil(M/(n b)) ceil(N/c) s / P)
     busy    = the least waves x tile over the tiles and parts of `_TILES` and `_PARTS`
     lasting = busy, and what exceeds `BURST_S` of it at the clock that the power limit leaves: `sustained` of the first
     moved   = bytes of operands and result / (memory bandwidth)
@@ -15,6 +15,8 @@ Every candidate grows with B, M, N, K, so that a bigger product never costs less
 faster than flops over peak or bytes over bandwidth. What a wave leaves idle is in `waves`, and small tiles are slower
 because every multiprocessor draws b + c elements from the shared cache for b c multiply-accumulates. Types without
 measurements take the numbers of the nearest one at their own peak: narrow ones those of fp8, all others those of bf16.
+A chip
+with the multiprocessors of a measured one and another power limit has its arithmetic in the ratio of both (assumed).
 Arrays that no library was measured on (TPUs, searched designs) are priced by `phaze.cost.systolic_cycles`. So are the
 products inside of fused attention, at the share `attention` of it.
 
@@ -37,7 +39,7 @@ measured and prints the errors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,11 +155,17 @@ class ProductKernels:
 
 
 def kernel_seconds(
-    kernels: ProductKernels, dtype: str, sizes: Sequence[_Floats], moved_bytes: _Floats, chips: AcceleratorArray
+    kernels: ProductKernels,
+    dtype: str,
+    sizes: Sequence[_Floats],
+    moved_bytes: _Floats,
+    chips: AcceleratorArray,
+    pieces: _Floats | float = 1.0,
 ) -> _Floats:
     """Seconds of products of one type on every chip, [product, chip].
 
-    ``sizes`` are columns [product, 1] of B, M, N and K, ``moved_bytes`` one of what operands and results have.
+    ``sizes`` are columns [product, 1] of B, M, N and K, ``moved_bytes`` one of what operands and results have, and
+    ``pieces`` one of how many kernels make each product: they share its rows and are queued at once.
     """
     kernel, count = kernels.of(dtype), float(kernels.multiprocessors)
     arrays = chips.tensor_cores * chips.tensor_rows * chips.tensor_cols
@@ -165,7 +173,8 @@ def kernel_seconds(
     cached_per_s = kernel.cache * chips.hbm_bandwidth_bytes_per_s
     rows, cols, parts = _GRID
     batch, m, n, k = (size[:, :, None] for size in sizes)
-    waves = np.ceil(batch * np.ceil(m / rows) * np.ceil(n / cols) * parts / count)
+    each = np.asarray(pieces)[..., None]
+    waves = each * np.ceil(batch * np.ceil(np.ceil(m / each) / rows) * np.ceil(n / cols) * parts / count)
     depth = _DEPTH * np.ceil(k / (_DEPTH * parts))
     multiplied_s = 2.0 * count * rows * cols / flops_per_s[:, None]
     drawn_s = count * dtype_bytes(dtype) * (rows + cols) / cached_per_s[:, None]
@@ -187,17 +196,19 @@ def product_kernels_of(accelerator: Accelerator) -> ProductKernels | None:
     entry = next((entry for entry in entries if accelerator.name in entry["chips"]), None)
     if entry is None:
         return None
+    power = entry.get("relative_power", {}).get(accelerator.name, {"value": 1.0})["value"]
     return ProductKernels(
         multiprocessors=entry["multiprocessors"],
-        bf16=_kernel(entry["bf16"]),
-        fp8=_kernel(entry["fp8"]) if "fp8" in entry else None,
+        bf16=_kernel(entry["bf16"], power),
+        fp8=_kernel(entry["fp8"], power) if "fp8" in entry else None,
         attention=entry["attention"]["value"],
     )
 
 
-def _kernel(entry: Table) -> ProductKernel:
-    """The numbers of an entry, which also says how far they are off."""
-    return ProductKernel(**{field.name: entry[field.name] for field in fields(ProductKernel)})
+def _kernel(entry: Table, power: float) -> ProductKernel:
+    """The numbers of an entry, which also says how far they are off; arithmetic grows with the power of a chip."""
+    kernel = ProductKernel(**{field.name: entry[field.name] for field in fields(ProductKernel)})
+    return replace(kernel, arithmetic=min(1.0, power * kernel.arithmetic))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

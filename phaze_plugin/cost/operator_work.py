@@ -62,6 +62,7 @@ __all__ = [
     "Product",
     "Work",
     "attention_operations",
+    "in_pieces",
     "matmul_work",
     "op_work",
     "read_bytes",
@@ -78,6 +79,7 @@ class Product:
     """``batch`` products of (m, k) with (k, n) at ``dtype``.
 
     The length of every row in which operands and result are stored is a multiple of ``row``; 0 where nothing is known.
+    A library makes it in so many ``pieces`` of its rows, one after the other.
     """
 
     batch: int
@@ -86,10 +88,11 @@ class Product:
     k: int
     dtype: str
     row: int = 0
+    pieces: int = 1
 
     def __post_init__(self) -> None:
         """Check that sizes are sizes."""
-        check_sizes("matrix product", batch=self.batch, m=self.m, n=self.n, k=self.k)
+        check_sizes("matrix product", batch=self.batch, m=self.m, n=self.n, k=self.k, pieces=self.pieces)
 
     @property
     def macs(self) -> float:
@@ -149,6 +152,13 @@ class Work:
     def compulsory_bytes(self) -> float:
         """Bytes that move however large the buffer is."""
         return sum(tiling.compulsory_bytes for tiling in self.tilings) + self.streamed_bytes
+
+
+def in_pieces(work: Work, pieces: int) -> Work:
+    """A plain product whose rows are cut into so many parts, each a kernel of its own; any other work as it is."""
+    if not work.is_plain_product or work.trips > 1:
+        return work
+    return replace(work, products=(replace(work.products[0], pieces=pieces),))
 
 
 VIEW = Work()

@@ -297,7 +297,9 @@ def _kernel_times(works: Sequence[Work], terms: _ChipTerms) -> _KernelTimes:
         sizes = [_column([getattr(product, name) for _, product, _ in members]) for name in _SIZES]
         moved = _column([size for _, _, size in members])
         share = _column([_reached_share(product, terms.calibration) for _, product, _ in members])
-        seconds[[place for place, _, _ in members]] = kernel_seconds(kernels, dtype, sizes, moved, chips) / share
+        pieces = _column([product.pieces for _, product, _ in members])
+        taken = kernel_seconds(kernels, dtype, sizes, moved, chips, pieces)
+        seconds[[place for place, _, _ in members]] = taken / share
     return _KernelTimes(rows, seconds)
 
 

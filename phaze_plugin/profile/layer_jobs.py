@@ -6,7 +6,8 @@ that hides none of them they hold all cores instead (`_on_one_core`). Exchanges 
 works on what they bring (`_behind_rings`), and so are gathers and scatters of the product beside them on a stack that
 runs them in pieces (`pieces_of_products`). A group precedes another if it makes a tensor that the other reads
 (`group_edges`). No pass takes less than its off-chip traffic over the bandwidth, where the traffic of each group is
-counted as if it had the whole buffer, nor less than the host needs to launch all groups (`_launch_floor_s`).
+counted as if it had the whole buffer, nor less than the host needs to launch all groups, nor less than exchanges of
+experts that run beside it take (`_floor_s`).
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.ir import Graph, Op, OpKind, Phase
 from phaze.schedule.makespan_bounds import lower_bounds
 from phaze.schedule.scheduling_problem import Compatibility, Job, Resource, SchedulingProblem
-from phaze.shard.mesh_axes import TENSOR_AXIS, WAYS, axis_of, is_ring
+from phaze.shard.mesh_axes import EXPERT_AXIS, TENSOR_AXIS, WAYS, axis_of, is_ring
 
 if TYPE_CHECKING:
     from phaze.cost import OpGroup, PriceTable, Work
     from phaze.interfaces import OpPricer
 
-__all__ = ["PricedPass", "group_edges", "pieces_of_products", "price_pass"]
+__all__ = ["PricedPass", "group_edges", "is_expert_exchange", "pieces_of_products", "price_pass"]
 
 FloatArray = NDArray[np.float64]
 
@@ -115,8 +116,11 @@ def price_pass(
     edges = group_edges(groups)
     heads = {index: group.head for index, group in enumerate(groups) if _is_link(group.head)}
     links = {index: _seconds(head, link_s) + calibration.op_overhead_s for index, head in heads.items()}
-    rings = _rings(groups, edges, links) | _pieces(groups, edges, links, calibration, tp)
+    pieces, hidden = _pieces(groups, edges, links, calibration, tp), _hidden_exchanges(heads, links, calibration)
+    groups = tuple(replace(group, pieces=tp) if index in pieces else group for index, group in enumerate(groups))
+    rings = _rings(groups, edges, links) | pieces
     links |= dict.fromkeys((index for ring in rings.values() for index in ring.links), 0.0)
+    links |= dict.fromkeys(hidden, calibration.op_overhead_s)
     local = [group for index, group in enumerate(groups) if index not in heads]
     estimate = price_groups(
         graph, local, chips, calibration=calibration, prices=prices, table=table, known_works=known_works
@@ -138,10 +142,8 @@ def price_pass(
         spread_s=_spread(estimate, placed, {} if calibration.stack.hides_links else links, len(groups)),
         energy_j=_columns(estimate.core_energy_j, placed, {}, len(groups)),
         spread_energy_j=_columns(estimate.spread_energy_j, placed, {}, len(groups)),
-        bindings=_columns(estimate.spread_binding, placed, dict.fromkeys(links, len(BINDINGS)), len(groups)).astype(
-            np.uint8
-        ),
-        memory_s=np.maximum(moved_s, _launch_floor_s(links, local, estimate, calibration)),
+        bindings=_bindings(estimate, placed, links, len(groups)),
+        memory_s=np.maximum(moved_s, _floor_s(links, hidden, local, estimate, calibration)),
         tensor_cores=chips.tensor_cores,
         vector_cores=chips.vector_cores,
         intra_op_exclusive=intra_op_exclusive,
@@ -232,7 +234,27 @@ def _behind_rings(estimate: Estimate, rings: Mapping[int, _Ring], overhead_s: fl
     return replace(estimate, core_s=core_s, spread_s=spread_s)
 
 
-def _launch_floor_s(
+def _hidden_exchanges(
+    heads: Mapping[int, Op], links: Mapping[int, float], calibration: Calibration
+) -> dict[int, float]:
+    """The seconds of the exchanges of experts that run beside the passes of another microbatch."""
+    if not calibration.stack.hides_exchanges:
+        return {}
+    return {index: links[index] for index, head in heads.items() if is_expert_exchange(head)}
+
+
+def _floor_s(
+    links: Mapping[int, float],
+    hidden: Mapping[int, float],
+    local: Sequence[OpGroup],
+    estimate: Estimate,
+    calibration: Calibration,
+) -> FloatArray | float:
+    """The longer of what the host needs to launch ops and of the exchanges of experts that run beside the pass."""
+    return np.maximum(_launches_s(links, local, estimate, calibration), sum(hidden.values()))
+
+
+def _launches_s(
     links: Mapping[int, float], local: Sequence[OpGroup], estimate: Estimate, calibration: Calibration
 ) -> FloatArray | float:
     """The host's time for launching all ops but views; all ops one after the other where it launches none ahead."""
@@ -243,6 +265,11 @@ def _launch_floor_s(
     launched = len(links) + sum(group.head.rule.trips for group in on_cores)  # those of a loop in every trip
     is_backward = bool(local) and local[0].head.phase is Phase.BACKWARD
     return calibration.overhead_s * launched * (BACKWARD_LAUNCHES if is_backward else 1.0)
+
+
+def is_expert_exchange(op: Op) -> bool:
+    """Whether an op is an all-to-all between the devices of experts."""
+    return _is_link(op) and op.function == "all_to_all" and axis_of(op) == EXPERT_AXIS
 
 
 def _is_link(op: Op) -> bool:
@@ -267,6 +294,11 @@ def _columns(
     for index, seconds in links.items():
         columns[:, index] = seconds
     return columns
+
+
+def _bindings(estimate: Estimate, placed: Sequence[int], links: Mapping[int, float], count: int) -> NDArray[np.uint8]:
+    """What decides the time of each job."""
+    return _columns(estimate.spread_binding, placed, dict.fromkeys(links, len(BINDINGS)), count).astype(np.uint8)
 
 
 def _on_one_core(

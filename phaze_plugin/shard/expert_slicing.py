@@ -25,7 +25,7 @@ from phaze.ir import Factor, Graph, GraphBuilder, Op, Phase, Role, Rule, Tensor
 from phaze.ir.factor_following import Piece, Pieces, follow_pieces, followed_factors, pieces_of
 from phaze.ir.op import EXPERT_DIM
 from phaze.ir.rule import factor_names
-from phaze.shard.mesh_axes import EXPERT_AXIS, collective_op, nearest_divisors, regrouped
+from phaze.shard.mesh_axes import COPIES, EXPERT_AXIS, collective_op, nearest_divisors, regrouped
 
 __all__ = ["DIVIDED_OVER", "expert_counts", "expert_dims", "slice_experts"]
 
@@ -179,6 +179,8 @@ class _ExpertSlicer:
         self.builder = GraphBuilder(graph.name, micro_batch_size=graph.micro_batch_size)
         self.rules: dict[object, Rule] = {}
         self.exchanged: dict[str, str] = {}
+        chosen = [op.rule.shape(op.rule.operands[1])[-1] for op in self.forward if op.function == "dispatch"]
+        self.copies = ((COPIES, chosen[0]),) if chosen else ()
 
     def run(self) -> Graph:
         for op in self.forward:
@@ -298,5 +300,5 @@ class _ExpertSlicer:
         there = self.builder.shared(regrouped(identity, self.ep, gathered=batch[0], divided=experts[0]))
         if is_return:
             there = Rule(there.results, there.operands, there.factors)
-        exchange = collective_op("all_to_all", EXPERT_AXIS, there, source, result, op)
+        exchange = collective_op("all_to_all", EXPERT_AXIS, there, source, result, op, self.copies)
         self.builder.insert(exchange, [self.graph.tensors[name].dtype])

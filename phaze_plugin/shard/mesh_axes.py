@@ -32,6 +32,7 @@ from phaze.shard.layout import Layout
 
 __all__ = [
     "CONTEXT_AXIS",
+    "COPIES",
     "EXCHANGE",
     "EXPERT_AXIS",
     "IMPOSSIBLE",
@@ -64,6 +65,9 @@ EXCHANGE = "exchange"
 
 RING = "ring"
 """The exchange in which keys go around in steps, each behind the product with the block before."""
+
+COPIES = "copies"
+"""The attribute of an all-to-all that says how many experts each token is sent to."""
 
 WAYS = "ways"
 """The factor of a collective's rule that counts its devices."""
@@ -235,6 +239,12 @@ class Axis:
         size_bytes = whole_bytes(graph, op, devices)
         if is_ring(op):
             return (devices - 1) * self.seconds(Collective.POINT_TO_POINT, size_bytes / devices, axis)
+        copies = op.attribute(COPIES)
+        if self.calibration.stack.sends_tokens_once and isinstance(copies, int):
+            lines = collective_lines(
+                Collective.ALL_TO_ALL, self.cluster, devices, self.tp, calibration=self.calibration, copies=copies
+            )
+            return _CollectiveCost(lines, 0.0).seconds(size_bytes / devices)
         return self.seconds(Collective(op.function), size_bytes, axis)
 
     def link_j(self, graph: Graph, op: Op) -> float:

@@ -114,16 +114,18 @@ def test_8_bit_products_and_attention_beside_its_softmax_take_as_long_as_evaluat
     assert seconds[1] < seconds[0] < seconds[2]
 
 
-def test_experts_on_several_devices_take_as_long_as_evaluate_says() -> None:
+@pytest.mark.parametrize("facts", [{}, {"sends_tokens_once": True}, {"hides_exchanges": True}], ids=str)
+def test_experts_on_several_devices_take_as_long_as_evaluate_says(facts: dict[str, bool]) -> None:
+    stack = replace(LIBRARY_STACK, **facts)
     config = {**TINY_CONFIGS["mixtral"], "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
     model = graph_from_config(config, name="mixture", sequence_length=256)
     asked = {"dp": 8, "ep": 4, "tp": 1, "pp": 1, "zero": 1, "micro_batch_size": 2, "schedule": "none", "chunks": 1}
     asked |= {"recompute": "none", "stages": (len(model.layers),)}
-    calibration = Calibration(name="fitted", stack=LIBRARY_STACK, **FITTED)
+    calibration = Calibration(name="fitted", stack=stack, **FITTED)
     mixture = Run(
         name="mixture", model=model, cluster=small_cluster(), global_batch_size=32, strategy=asked, seconds=1.0
     )
-    prepared = prepare_run(mixture, LIBRARY_STACK, PluginManager.load())
+    prepared = prepare_run(mixture, stack, PluginManager.load())
     plan = phaze.evaluate(
         model,
         strategy=asked,
@@ -134,6 +136,8 @@ def test_experts_on_several_devices_take_as_long_as_evaluate_says() -> None:
         compares=False,
     ).plan
     assert prepared.seconds([calibration])[0] == pytest.approx(plan.step_time_s, rel=1e-6)
+    plainer = prepare_run(mixture, LIBRARY_STACK, PluginManager.load()).seconds([calibration])[0]
+    assert prepared.seconds([calibration])[0] < plainer or not facts
 
 
 @pytest.mark.parametrize("name", ["split sequences", "one stage, sharded"])

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phaze.cost import Calibration, Collective, broadcast_fill_s, price_collective
+from phaze.cost.collective_prices import collective_lines
 from phaze.errors import CostError, HardwareError
 from phaze.hardware import Cluster, InterconnectLevel, Links, parse_cluster, preset
 
@@ -42,6 +44,18 @@ def test_hierarchical_forms_equal_their_textbook_formulas() -> None:
     both_whole = inner + 3 * A2 + 3 / 4 * S / B2
     assert seconds("all_to_all", LEVELS, 32) == pytest.approx(both_whole, rel=1e-12)
     assert seconds("point_to_point", LEVELS, 32) == pytest.approx(A2 + S / B2, rel=1e-12)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+def test_a_token_goes_once_to_each_node_and_once_to_each_device_that_its_experts_are_on(copies: int) -> None:
+    def share(groups: int) -> float:
+        chosen = list(product(range(groups), repeat=copies))
+        return sum(len(set(groups_of_one)) for groups_of_one in chosen) / (len(chosen) * copies)
+
+    cluster = Cluster(CHIP, 16, (InterconnectLevel(4, B1, A1), InterconnectLevel(4, B2, A2)))
+    (line,) = collective_lines(Collective.ALL_TO_ALL, cluster, 16, copies=copies)
+    expected = 3 / 4 / B1 * share(16) + 3 / 4 / B2 * share(4)
+    assert line.s_per_byte == pytest.approx(expected, rel=1e-12)
 
 
 def test_an_axis_uses_the_levels_that_it_spans() -> None:

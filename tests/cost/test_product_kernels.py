@@ -20,7 +20,7 @@ from phaze.cost.measured_kernels import (
     product_kernels_of,
 )
 from phaze.cost.off_chip_traffic import AttentionTiling
-from phaze.cost.operator_work import Work
+from phaze.cost.operator_work import Work, in_pieces
 from phaze.errors import HardwareError
 from phaze.hardware import Accelerator, AcceleratorArray, preset
 from phaze.hardware.hardware_numbers import packaged_table
@@ -178,6 +178,27 @@ def test_the_least_time_of_a_model_is_below_that_of_its_products(chip: str) -> N
     priced = price_works(works, cluster.accelerator, calibration=calibration).spread_s.sum()
     assert 0 < least_model_seconds(graph, Axis(cluster, 1, calibration)) <= priced
     assert any(op.kind is OpKind.CONTRACTION for op in graph.ops)
+
+
+@given(SIZES, SIZES, SIZES, st.integers(1, 16), DTYPES, CHIPS)
+def test_a_product_in_pieces_takes_as_long_as_whole_ones_of_its_rows_that_are_queued_at_once(
+    m: int, n: int, k: int, pieces: int, dtype: str, name: str
+) -> None:
+    chip = preset(name).accelerator
+    calibration = Calibration(stack=LIBRARY_STACK, products=product_kernels_of(chip))
+    whole = matmul_work(1, m * pieces, n, k, dtype=dtype)
+    cut, uncut, part = price_works(
+        [in_pieces(whole, pieces), whole, matmul_work(1, m, n, k, dtype=dtype)], chip, calibration=calibration
+    ).spread_s[:, 0]
+    assert uncut <= cut * (1 + 1e-12)
+    assert in_pieces(whole, 1) == whole
+    assert part <= cut * (1 + 1e-12)
+
+
+def test_more_power_makes_the_arithmetic_of_a_chip_quicker_in_proportion() -> None:
+    slow, quick = (kernels_of(preset(name).accelerator) for name in ("gb200", "gb300"))
+    assert quick.bf16.arithmetic == pytest.approx(1400 / 1200 * slow.bf16.arithmetic, rel=1e-3)
+    assert quick.bf16.memory == slow.bf16.memory
 
 
 @pytest.mark.parametrize("name", packaged_table("kernels")["products"])
