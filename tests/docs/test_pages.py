@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from documents import LANGUAGES, Step, blocks, is_as_told, steps
-from repository import ROOMS, source_files
+from repository import ROOMS, ROOT, source_files
 from rewrite_outputs import rewritten
 from site_pages import DOCS, LONG, PAGES, QUICK, run_all
 
@@ -83,3 +83,15 @@ def test_messages_that_are_quoted_among_the_questions_are_those_of_the_code() ->
     code = "".join(path.read_text() for room in ROOMS for path in source_files(room))
     assert len(quoted) > 10
     assert [words for words in quoted if words not in code] == []
+
+
+def test_errors_that_pages_tell_are_those_of_the_benchmarks() -> None:
+    told = (ROOT / "benchmarks" / "README.md").read_text().splitlines()
+    table = re.findall(r"^\| .+ \| (\d+) \| ([\d.]+ %) \|$", (DOCS / "how-it-works/cost.md").read_text(), re.MULTILINE)
+    assert len(table) > 5
+    vtrain = re.search(
+        r"error is ([\d.]+ %) on one node .* and ([\d.]+ %) on many", (DOCS / "comparison.md").read_text()
+    )
+    assert vtrain is not None
+    for runs, error in [*table, ("537", vtrain[1]), ("62", vtrain[2])]:
+        assert any(re.search(rf"\| {runs}( of \d+)? \|", line) and f"| {error} |" in line for line in told), error
