@@ -58,6 +58,7 @@ class Capabilities:
         allows_expert_parallel: it has ep.
         allows_shard_groups: ZeRO may shard over a part of the dp x cp devices, with copies between the parts.
         key_exchanges: how attention may get the keys of other contexts (see `KeyExchange`), gathers among them.
+        keeps_gathered_keys: keys that were gathered forward are kept for backward, and not gathered again.
         excluded_axes: pairs of "tp", "cp", "ep", "pp" and "shard" (ZeRO over groups) that it does not run together.
         tensor_parallel_zero_stages: ZeRO stages that it runs with tp above 1.
         context_parallel_zero_stages: those that it runs with cp above 1.
@@ -103,6 +104,7 @@ class Capabilities:
     allows_expert_parallel: bool = False
     allows_shard_groups: bool = False
     key_exchanges: frozenset[str] = frozenset({"all_gather", "ring", "all_to_all"})
+    keeps_gathered_keys: bool = False
     excluded_axes: frozenset[tuple[str, str]] = frozenset()
     tensor_parallel_zero_stages: frozenset[int] = frozenset(ZERO_STAGES)
     context_parallel_zero_stages: frozenset[int] = frozenset(ZERO_STAGES)

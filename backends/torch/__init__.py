@@ -70,6 +70,7 @@ class TorchTarget:
             allows_context_parallel=True,
             allows_expert_parallel=True,
             key_exchanges=frozenset({"all_gather", "ring", "all_to_all"}),
+            keeps_gathered_keys=True,
             shards_whole_contexts=False,
             keeps_experts_in_shards=False,
             allows_uneven_stages=True,

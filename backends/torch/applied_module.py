@@ -48,13 +48,14 @@ from phaze.backends.torch.micro_batches import (
     settled_loss,
     share_of,
 )
-from phaze.backends.torch.model_checks import checked_model
+from phaze.backends.torch.model_checks import check_packed_positions, check_samples_apart, checked_model
 from phaze.backends.torch.optimizers import OptimizerParameters, clip_gradients, make_optimizer
 from phaze.backends.torch.pipeline import ArrangeFunction, Pipeline, build_pipeline
 from phaze.backends.torch.process_groups import (
     Contexts,
     contexts_of_plan,
     expert_mesh_of_plan,
+    made_by_all,
     mesh_of_plan,
     told_to_all,
 )
@@ -208,6 +209,8 @@ class AppliedModule:
         fewest, most = agreed_sizes(local, copies, device)
         division = divided(local, fewest, most, self._batch.micro_batch_size, keeps_shape=self._pipeline is not None)
         self._check_division(division, fewest, most)
+        if trains:
+            check_packed_positions(self.stages, self._named(args, kwargs))
         args, kwargs = padded((tuple(args), dict(kwargs)), sum(division.rows))
         losses = BatchLosses(
             way=self._loss_weight,
@@ -216,10 +219,11 @@ class AppliedModule:
             targets_of_sample=self._batch.targets_of_sample,
             copies=self._batch.copies,
             checks_means="means" not in self._said and (self._replicas > 1 or len(division.rows) > 1),
+            averages_samples=self._batch.averages_samples,
         )
         with self._whole_calls.counted(), self._random.drawn_from():
             if self._pipeline is not None:
-                batch = {**dict(zip(self._pipeline.argument_names, args, strict=False)), **kwargs}
+                batch = self._named(args, kwargs)
                 # torch cuts all tensors, also those of one number, which belong to all samples.
                 numbers = {name: value.item() for name, value in batch.items() if is_number(value)}
                 self._pipeline.run(len(division.rows), losses, {**batch, **numbers}, trains=trains)
@@ -256,6 +260,14 @@ class AppliedModule:
                 "`run.share(batch)` takes a process's share from a global batch. This is said once.",
                 stacklevel=4,
             )
+
+    def _named(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
+        """A batch by the model's own argument names."""
+        if self._pipeline is not None:
+            names = tuple(self._pipeline.argument_names)
+        else:
+            names = tuple(inspect.signature(self.stages[0].forward).parameters)
+        return {**dict(zip(names, args, strict=False)), **kwargs}
 
     @property
     def _replicas(self) -> int:
@@ -301,7 +313,10 @@ class AppliedModule:
             load_checkpoint(self._state, folder)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the whole model as safetensors files with its config, as Hugging Face reads them; in every process."""
+        """Write the whole model as safetensors files with its config, as Hugging Face reads them; in every process.
+
+        Of a model of peft it writes the adapters alone, as their own `save_pretrained` does.
+        """
         with told_to_all():
             is_first = all(not self.mesh.get_local_rank(name) for name in ("replicate", "shard", "tp"))
             save_whole_model(self._state, folder, pipeline=self.mesh["pp"].get_group(), writes=is_first)
@@ -317,14 +332,13 @@ class AppliedModule:
         trains: bool,
     ) -> None:
         """Run all microbatches one after another."""
-        start, names = 0, tuple(inspect.signature(self.stages[0].forward).parameters)
+        start = 0
         for index, rows in enumerate(division.rows):
             micro_args, micro_kwargs = micro_batch(args, kwargs, start, rows)
             start += rows
             schedule_gradient_sync(self.module, self._zero, is_last=index == len(division.rows) - 1)
-            named = {**dict(zip(names, micro_args, strict=False)), **micro_kwargs}
             run = functools.partial(self._loss, self.module, *micro_args, **micro_kwargs)
-            value = losses.weighted(run, named)
+            value = losses.weighted(run, self._named(micro_args, micro_kwargs))
             if trains:
                 value.backward()
 
@@ -339,6 +353,7 @@ class PlannedBatch:
         micro_batch_size: samples of a microbatch.
         targets_of_sample: targets of a sample, about.
         is_one_for_norms: whether batch norms are synchronized, so that a copy must run its share at once.
+        averages_samples: whether samples are known to count alike in the loss, which is the model's own.
     """
 
     copies: int
@@ -346,6 +361,7 @@ class PlannedBatch:
     micro_batch_size: int
     targets_of_sample: int
     is_one_for_norms: bool
+    averages_samples: bool
 
 
 def apply_to_module(
@@ -363,8 +379,10 @@ def apply_to_module(
 ) -> AppliedModule:
     """Check that plan, model and mesh belong together, and arrange the model; raises PlanError where they do not."""
     model = checked_model(plan, model)
+    if loss_weight is None:
+        check_samples_apart(plan)
     device_mesh = mesh_of_plan(plan, mesh)
-    batch = _planned_batch(plan, is_one_for_norms=batch_norm == "synchronized")
+    batch = _planned_batch(plan, is_one_for_norms=batch_norm == "synchronized", has_own_loss=loss_fn is None)
     copies = [device_mesh[name].get_group() for name in ("replicate", "shard") if device_mesh[name].size() > 1]
     micro_batches = batch.share_size // batch.micro_batch_size
     settle_batch_norms(model, batch_norm, copies=copies, micro_batches=micro_batches)
@@ -382,12 +400,14 @@ def apply_to_module(
     else:
         _arrange_whole(plan, model, arrange, weights, device_mesh.device_type)
     stages = pipeline.modules if pipeline else (model,)
+    arranged = _arranged_parameters(stages, first_names)
+    make_own = functools.partial(make_optimizer, plan, optimizer, own_optimizers, arranged)
     return AppliedModule(
         module=None if pipeline else model,
         stages=stages,
         schedule=pipeline.schedule if pipeline else None,
         mesh=device_mesh,
-        optimizer=make_optimizer(plan, optimizer, own_optimizers, _arranged_parameters(stages, first_names)),
+        optimizer=made_by_all(make_own, device_mesh),
         _pipeline=pipeline,
         _contexts=contexts,
         _expert_mesh=expert_mesh,
@@ -409,13 +429,14 @@ def _copy_index(mesh: DeviceMesh, cp: int) -> int:
     return int(place // cp)
 
 
-def _planned_batch(plan: Plan, *, is_one_for_norms: bool) -> PlannedBatch:
+def _planned_batch(plan: Plan, *, is_one_for_norms: bool, has_own_loss: bool) -> PlannedBatch:
     return PlannedBatch(
         copies=plan.strategy.dp,
         share_size=plan.question.global_batch_size // plan.strategy.dp,
         micro_batch_size=plan.strategy.micro_batch_size,
         targets_of_sample=max(1, plan.model.tokens_per_sample),
         is_one_for_norms=is_one_for_norms,
+        averages_samples=has_own_loss and plan.model.averages_samples,
     )
 
 

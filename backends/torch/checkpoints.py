@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -303,10 +303,14 @@ def save_whole_model(
 ) -> None:
     """Write safetensors files of the whole model, and its config where it has one; all processes call this.
 
-    `pipeline` are the processes of all stages, and `writes` says whether this process writes those of its stages.
+    Of a model with adapters (peft) only those are written, as its own `save_pretrained` does. `pipeline` are the
+    processes of all stages, and `writes` says whether this process writes those of its stages.
     """
     from safetensors.torch import save_file
 
+    if hasattr(state.stages[0], "peft_config"):
+        _save_adapters(state, folder, pipeline, writes=writes)
+        return
     target, place = Path(folder), dist.get_rank(pipeline)
     target.mkdir(parents=True, exist_ok=True)
     files: dict[str, list[str]] = {}
@@ -318,15 +322,48 @@ def save_whole_model(
     _write_index(state.stages, target, files, pipeline, writes=writes)
 
 
-def _whole_tensors(state: TrainingState, pipeline: dist.ProcessGroup) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that this process's place in the pipeline writes, gathered one by one; tied ones once."""
+def _save_adapters(
+    state: TrainingState, folder: str | os.PathLike[str], pipeline: dist.ProcessGroup, *, writes: bool
+) -> None:
+    """Write the adapters of all stages with their configs, as peft reads them."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    trained = {
+        state.whole_name(name)
+        for stage in state.stages
+        for name, parameter in stage.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
+    own = dict(_whole_tensors(state, pipeline, trained))
+    for adapter, config in state.stages[0].peft_config.items():
+        named: dict[str, torch.Tensor] = {}
+        for stage in state.stages:
+            named |= get_peft_model_state_dict(stage, own, adapter, save_embedding_layers=False)
+        gathered: list[Any] = [None] * dist.get_world_size(pipeline)
+        dist.all_gather_object(gathered, named, group=pipeline)
+        if writes and not dist.get_rank(pipeline):
+            target = Path(folder) if adapter == "default" else Path(folder, adapter)
+            target.mkdir(parents=True, exist_ok=True)
+            joined = {name: tensor for of_place in gathered for name, tensor in of_place.items()}
+            save_file(joined, target / "adapter_model.safetensors", metadata={"format": "pt"})
+            config.save_pretrained(target)
+
+
+def _whole_tensors(
+    state: TrainingState, pipeline: dist.ProcessGroup, wanted: Collection[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that this process's place in the pipeline writes, gathered one by one; tied ones once.
+
+    Those `wanted` by the model's own names; all, where none are named.
+    """
     gathered: list[Any] = [None] * dist.get_world_size(pipeline)
     names = [state.whole_name(name) for stage in state.stages for name in _model_state(stage)]
     dist.all_gather_object(gathered, names, group=pipeline)
     done = {name for of_place in gathered[: dist.get_rank(pipeline)] for name in of_place}
     for stage in state.stages:
         for name, value in _model_state(stage).items():
-            if state.whole_name(name) not in done:
+            if state.whole_name(name) not in done and (wanted is None or state.whole_name(name) in wanted):
                 done.add(state.whole_name(name))
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
                 yield state.whole_name(name), whole.detach().cpu().contiguous().clone()

@@ -276,6 +276,7 @@ class BatchLosses:
         targets_of_sample: how many targets a sample has as it was planned.
         copies: copies of the model, which have different samples.
         checks_means: whether a mean that the model takes itself is looked at.
+        averages_samples: whether the planned loss is known for one in which samples count alike.
         values: weighted losses.
         weights: their weights.
         counts: what each cross entropy of each microbatch counted.
@@ -287,6 +288,7 @@ class BatchLosses:
     targets_of_sample: int
     copies: int
     checks_means: bool = False
+    averages_samples: bool = False
     values: list[torch.Tensor] = field(default_factory=list)
     weights: list[float | torch.Tensor] = field(default_factory=list)
     counts: list[torch.Tensor] = field(default_factory=list)
@@ -323,7 +325,7 @@ class BatchLosses:
             return (weight.detach().double() if isinstance(weight, torch.Tensor) else float(weight)) / self.unit
         if self.way is None and self.checks_means and counter.sums:
             _check_sum(loss, counter.sums)
-        elif self.way is None and self.checks_means and counter.separate:
+        elif self.way is None and self.checks_means and counter.separate and not self.averages_samples:
             _check_mean(loss, samples, counter.separate)
         return samples / self.unit
 

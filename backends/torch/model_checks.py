@@ -7,6 +7,7 @@ so, or would fail in the first step, it is refused by name (`checked_model`).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from phaze.errors import PlanError
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
-__all__ = ["checked_model"]
+__all__ = ["check_packed_positions", "check_samples_apart", "checked_model"]
 
 SHOWN_DIFFERENCES = 5
 """How many differences between model and plan a message lists: the first ones say enough, and hundreds may follow."""
@@ -60,6 +61,37 @@ def checked_model(plan: Plan, model: object) -> torch.nn.Module:
         listed = "\n  ".join(differences[:SHOWN_DIFFERENCES])
         raise PlanError(f"the model is not the one that was planned ({plan.model.name}):\n  {listed}\nPlan this one.")
     return model
+
+
+def check_samples_apart(plan: Plan) -> None:
+    """Raise PlanError for a loss that mixes or numbers samples where a batch is run in parts."""
+    parts = plan.question.global_batch_size // plan.strategy.micro_batch_size
+    if plan.model.mixes_samples and parts > 1:
+        raise PlanError(
+            f"the loss does not treat samples apart: {plan.model.mixes_samples}. {plan.strategy.dp} copies and their "
+            "microbatches have other samples beside each other than one process has. Mix, compare or number samples "
+            "before they are given to the model; or plan with one microbatch on one copy (strategy dp=1, "
+            "micro_batch_size = the global batch); or pass loss_weight= to apply: what a microbatch counts, such as "
+            "the sum of a mask, or 'samples' to take the mean of the losses of microbatches as they are."
+        )
+
+
+def check_packed_positions(parts: Iterable[torch.nn.Module], batch: Mapping[str, object]) -> None:
+    """Raise PlanError for packed sequences that one process would not keep apart.
+
+    Hugging Face's models find out from positions that begin anew where sequences lie one behind the other, but only
+    while they keep no caches. A plan trains without them (`without_caches`), and one process with the model's config.
+    """
+    positions = batch.get("position_ids")
+    if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or batch.get("attention_mask") is not None:
+        return
+    configs = (getattr(module, "config", None) for part in parts for module in part.modules())
+    if any(getattr(config, "use_cache", None) is True for config in configs) and bool((positions.diff() != 1).any()):
+        raise PlanError(
+            "position_ids begin anew inside of a sequence, and config.use_cache is True: with it Hugging Face's models "
+            "let packed sequences attend to each other, and without it, as plans train, they keep them apart. Set "
+            "model.config.use_cache = False to keep them apart, or pass the attention_mask that is meant."
+        )
 
 
 def _check_hooks(plan: Plan, model: torch.nn.Module) -> None:

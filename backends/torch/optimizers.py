@@ -210,8 +210,15 @@ def make_optimizer(
     if given is not None:
         return given.exchanged(arranged)
     trained = [parameter for parameter in arranged.values() if parameter.requires_grad]
-    # torch refuses an empty list, and takes a group of none: a stage may have nothing but frozen parameters.
-    parameters: list[Any] = trained or [{"params": []}]
+    # torch refuses an empty list: a stage may have nothing but frozen parameters.
+    stand_in = torch.nn.Parameter(torch.empty(0))
+    optimizer = _made(plan, make, trained or [stand_in])
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter is not stand_in]
+    return optimizer
+
+
+def _made(plan: Plan, make: object, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     if make is None:
         if plan.question.precision.state_bytes > 0:
             return torch.optim.AdamW(parameters)

@@ -163,7 +163,11 @@ def build_pipeline(
     contexts: Contexts | None,
     stage_builders: Iterable[StageBuilder],
 ) -> Pipeline:
-    """Cut the model as the plan says and arrange the stages of this process; raises PlanError without inputs."""
+    """Cut the model as the plan says and arrange the stages of this process.
+
+    Raises PlanError without inputs, unless the model describes some itself: others may follow in the first batch.
+    """
+    inputs = getattr(model, "dummy_inputs", None) if inputs is None else inputs
     if inputs is None:
         raise PlanError("a plan with stages needs inputs=..., as optimize took them: they say what crosses the cuts.")
     argument_names = tuple(inspect.signature(model.forward).parameters)

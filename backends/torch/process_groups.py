@@ -11,17 +11,18 @@ the devices.
 
 Errors. An error on one process leaves the others in a collective that never ends well: they see a closed connection.
 Before its error leaves the step, a process writes it into the store of the process group, which all of them reach. One
-whose collective fails looks there (`told_to_all`).
+whose collective fails looks there (`told_to_all`). What may fail on one of them alone, such as a user's function of its
+own parameters, is called by all of them together (`made_by_all`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from phaze.errors import PlanError, explained_by
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
-__all__ = ["Contexts", "contexts_of_plan", "expert_mesh_of_plan", "mesh_of_plan", "told_to_all"]
+__all__ = ["Contexts", "contexts_of_plan", "expert_mesh_of_plan", "made_by_all", "mesh_of_plan", "told_to_all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,28 @@ def told_to_all() -> Iterator[None]:
         lost = PlanError(f"another process of this launch failed: {message}")
         lost.lead_to("torch")
         raise lost from error
+
+
+Made = TypeVar("Made")
+
+
+def made_by_all(make: Callable[[], Made], mesh: DeviceMesh) -> Made:
+    """What a function makes on this process; where it fails on another one, PlanError with what that one said."""
+    made: list[Made] = []
+    error: Exception | None = None
+    try:
+        made.append(make())
+    except Exception as own_error:
+        error = own_error
+        _tell(own_error)
+    failed = torch.tensor(float(error is not None), device=mesh.device_type)
+    for name in mesh.mesh_dim_names or ():  # after the last axis, all have the largest of all processes
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=mesh[name].get_group())
+    if error is not None:
+        raise error
+    if failed:
+        raise PlanError(f"another process of this launch failed: {_told() or 'it did not say how'}")
+    return made[0]
 
 
 def _is_lost_connection(error: Exception) -> bool:

@@ -326,7 +326,9 @@ def all_reduced(value: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def scattered(value: torch.Tensor, axis: Axis, dim: int, outer: int = 1) -> torch.Tensor:
-    """This device's part of a whole tensor."""
+    """This device's part of a whole tensor; the gradient of what is made of parameters is averaged later (`copied`)."""
+    if axis.is_context and value.requires_grad and torch.is_grad_enabled() and _is_made_of_parameters(value):
+        return local_part(scaled_gradient(value, axis.size), axis, dim, outer).contiguous()
     local: torch.Tensor = _Scattered.apply(value, axis, dim, outer)
     return local
 

@@ -152,7 +152,8 @@ def embedding(
 ) -> torch.Tensor:
     """Rows of a table. Where rows are split, every device looks up those that it holds, and the results are summed.
 
-    Split ids of a whole table give results that are split as the ids are.
+    Where the width is split, the results are gathered. Split ids of a whole table give results that are split as the
+    ids are.
     """
     if max_norm or scale_grad_by_freq or sparse or is_split(weight) == is_split(ids):
         raise NoRule
@@ -164,7 +165,8 @@ def embedding(
         raise NoRule
     if weight.split_dim == 1:
         local = F.embedding(ids, weight.local, padding_idx)
-        return weight.with_part(local, (*ids.shape, weight.length), len(ids.shape))
+        # Gathered at once, as plans have it: kept in parts, each projection of the residual stream would gather it.
+        return weight.with_part(local, (*ids.shape, weight.length), len(ids.shape)).whole()
     local_ids, is_local = _local_rows(ids, weight)
     rows = F.embedding(local_ids, weight.local) * is_local.unsqueeze(-1)
     if padding_idx is not None:
@@ -240,8 +242,8 @@ def _cross_entropy_of_rows(
     return total / counted
 
 
-ALL_TO_ALL, RING = "all_to_all", "ring"
-KEY_EXCHANGE: ContextVar[str] = ContextVar("key_exchange", default="all_gather")
+GATHER, ALL_TO_ALL, RING = "all_gather", "all_to_all", "ring"
+KEY_EXCHANGE: ContextVar[str] = ContextVar("key_exchange", default=GATHER)
 """How keys meet the queries of all contexts in the module that runs: "all_gather", "ring" or "all_to_all"."""
 
 _HEADS, _POSITIONS = -3, -2
@@ -249,15 +251,19 @@ _HEADS, _POSITIONS = -3, -2
 
 
 def note_key_exchanges(module: torch.nn.Module, exchanges: Mapping[str, str]) -> None:
-    """Let the attention inside of each module that is named here exchange its keys as it says."""
+    """Let the attention inside of each module that is named here exchange its keys as it says; others gather them."""
 
     def before_forward(_: torch.nn.Module, __: object, *, way: str) -> None:
         KEY_EXCHANGE.set(way)
+
+    def after_forward(*_: object) -> None:
+        KEY_EXCHANGE.set(GATHER)
 
     known = dict(module.named_modules())
     for path, way in exchanges.items():
         if path in known:
             known[path].register_forward_pre_hook(partial(before_forward, way=way))
+            known[path].register_forward_hook(after_forward, always_call=True)
 
 
 @rule_for("scaled_dot_product_attention")
@@ -281,6 +287,8 @@ def attention(
         return _over_heads(func, operands, attn_mask, leader, {**kwargs, "is_causal": is_causal})
     if not is_split(query) or query.split_dim - len(query.shape) != _POSITIONS:
         raise NoRule
+    if attn_mask is None:
+        operands, kwargs["enable_gqa"] = _before_repetition(operands, enable_gqa=bool(kwargs.get("enable_gqa")))
     parts = _parts_of_device(operands)
     if KEY_EXCHANGE.get() == ALL_TO_ALL and parts and _can_exchange(parts, query.axis, attn_mask):
         return _by_exchange(func, operands, attn_mask, {**kwargs, "is_causal": is_causal})
@@ -354,6 +362,27 @@ def _causal(
         results.append(func(local_query, key[..., :end, :], value[..., :end, :], mask, **kwargs))
         taken += count
     return results[0] if len(results) == 1 else torch.cat(results, _POSITIONS)
+
+
+def _before_repetition(
+    operands: tuple[torch.Tensor, ...], *, enable_gqa: bool
+) -> tuple[tuple[torch.Tensor, ...], bool]:
+    """Keys and values as they were before they were repeated for the heads of queries, and whether heads share them."""
+    query, *repeated = operands
+    known = [source for operand in repeated if (source := _source_of_heads(operand)) is not None]
+    heads = {source.shape[_HEADS] for source in known}
+    if enable_gqa or len(known) != len(repeated) or len(heads) != 1 or query.shape[_HEADS] % heads.pop():
+        return operands, enable_gqa
+    return (query, *known), True
+
+
+def _source_of_heads(value: torch.Tensor) -> SplitTensor | None:
+    """The tensor that has each of a split tensor's heads once, where only heads are repeated."""
+    source = value.unrepeated if is_split(value) else None
+    if source is None or len(source.shape) != len(value.shape) or source.split_dim != value.split_dim:
+        return None
+    differing = [dim - len(value.shape) for dim, size in enumerate(value.shape) if size != source.shape[dim]]
+    return source if differing == [_HEADS] else None
 
 
 def _parts_of_device(operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:

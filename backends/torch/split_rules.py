@@ -97,6 +97,7 @@ def in_place(func: TorchFunction, target: torch.Tensor, *args: object, **kwargs:
     leaves, tree = tree_flatten((args, kwargs), is_leaf=is_split)
     local_args, local_kwargs = tree_unflatten(_parts_beside(target, leaves), tree)
     func(target.local, *local_args, **local_kwargs)
+    target.unrepeated = None
     return target
 
 
@@ -178,7 +179,24 @@ def reshaped(value: SplitTensor, shape: Sequence[int]) -> SplitTensor:
     local_shape = list(shape)
     local_run = value.local.shape[value.split_dim] // value.outer
     local_shape[dim] = shape[dim] // value.axis.size if value.is_even else outer * local_run
-    return value.with_part(value.local.reshape(local_shape), shape, dim, outer)
+    result = value.with_part(value.local.reshape(local_shape), shape, dim, outer)
+    result.unrepeated = _unrepeated_as(value, shape)
+    return result
+
+
+def _unrepeated_as(value: SplitTensor, shape: Sequence[int]) -> SplitTensor | None:
+    """What was stretched along one dimension, where the new shape joins that dimension to the one before it."""
+    source = value.unrepeated
+    if source is None or len(source.shape) != len(value.shape):
+        return None
+    stretched = [dim for dim, size in enumerate(value.shape) if source.shape[dim] != size]
+    if len(stretched) != 1 or stretched[0] in (0, source.split_dim):
+        return None
+    place = stretched[0]
+    joined = (*value.shape[: place - 1], value.shape[place - 1] * value.shape[place], *value.shape[place + 1 :])
+    if tuple(shape) != joined or source.shape[place] != 1:
+        return None
+    return reshaped(source, (*source.shape[:place], *source.shape[place + 1 :]))
 
 
 def _stays_split(value: SplitTensor, run: int, inner: int) -> bool:
@@ -290,7 +308,9 @@ def expand(func: TorchFunction, value: SplitTensor, *sizes: object) -> SplitTens
         raise NoRule
     local_length = value.local.shape[value.split_dim]
     local_shape = [local_length if dim == split_dim else size for dim, size in enumerate(shape)]
-    return value.with_part(value.local.expand(local_shape), shape, split_dim)
+    stretched = value.with_part(value.local.expand(local_shape), shape, split_dim)
+    stretched.unrepeated = value if not new_dims else None
+    return stretched
 
 
 @rule_for("__getitem__")
@@ -450,4 +470,6 @@ def repeat_interleave(
         raise NoRule
     local = func(value.local, repeats, dim=dim)
     shape = [size * repeats if place == dim else size for place, size in enumerate(value.shape)]
-    return value.with_part(local, shape)
+    repeated = value.with_part(local, shape)
+    repeated.unrepeated = value if dim != value.split_dim else None
+    return repeated

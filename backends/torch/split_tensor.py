@@ -80,12 +80,15 @@ class SplitTensor(torch.Tensor):
         axis: the devices that hold the parts.
         split_dim: the dimension that is split.
         outer: the number of equal runs of that dimension; each run is split into one chunk per device.
+        unrepeated: a tensor of which this one has every element, or every slice of a dimension, several times; None
+            where none is known. Attention sends keys before they are repeated.
     """
 
     local: torch.Tensor
     axis: Axis
     split_dim: int
     outer: int
+    unrepeated: SplitTensor | None = None
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, axis: Axis, shape: Sequence[int], dim: int, outer: int = 1) -> SplitTensor:

@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,6 +120,9 @@ _TIMES = {
 _HELD_PARTS = ("alltoall_base_", "all_to_all_single", "send")
 """Operators of which a device's own tensor counts, not the largest."""
 
+_IN_LISTS = ("allgather_", "reduce_scatter_")
+"""Operators that take the parts of the large tensor as a list: the parts together count."""
+
 
 class _CountsTraffic(TorchDispatchMode):
     """Counts what this process sends, by the name of the process group."""
@@ -139,11 +142,20 @@ class _CountsTraffic(TorchDispatchMode):
         times = _TIMES.get(name.partition(".")[0], 0) if namespace in ("c10d", "_c10d_functional") else 0
         if times:
             leaves = tree_leaves((args, kwargs or {}))
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-            size = sizes[-1] if name.partition(".")[0] in _HELD_PARTS else max(sizes, default=0)
-            self.sent_bytes[_group_name(leaves)] += times * size
+            self.sent_bytes[_group_name(leaves)] += times * _size_of(name.partition(".")[0], args, leaves)
         return func(*args, **(kwargs or {}))
+
+
+def _size_of(name: str, args: Sequence[object], leaves: Sequence[object]) -> int:
+    """The bytes that one collective counts."""
+    sizes = _sizes(leaves)
+    if name in _HELD_PARTS:
+        return sizes[-1]
+    return max(sum(_sizes(tree_leaves(arg))) for arg in args) if name in _IN_LISTS else max(sizes, default=0)
+
+
+def _sizes(leaves: Iterable[object]) -> list[int]:
+    return [leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _group_name(leaves: Sequence[object]) -> str:

@@ -8,6 +8,7 @@ caller's own size and stays fixed to it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
@@ -31,17 +32,20 @@ from phaze.frontends.torch.fake_model import (
     FakeModel,
     LossCall,
     Objective,
+    as_exported,
     make_fake_model,
 )
+from phaze.frontends.torch.grouped_keys import with_grouped_keys
 from phaze.frontends.torch.repeated_blocks import capture_repeated, find_containers
 from phaze.frontends.torch.routed_experts import mark_routed_experts
+from phaze.frontends.torch.sample_walk import SampleWalk
 from phaze.frontends.torch.translate import translate_capture
 from phaze.frontends.torch.trial_run import OperatorShapes, TrialRun, run_trial
 from phaze.ir import Graph
 from phaze.ir.backward import split_tied_gradients
 from phaze.ir.factor_following import refine_factors
 
-__all__ = ["import_module"]
+__all__ = ["import_module", "loss_over_samples"]
 
 _PRIMES = (31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)
 """Batch sizes to capture at. Smaller primes divide the dimensions of many models. The list is long enough that two fit
@@ -74,6 +78,8 @@ def import_module(
         loss_fn = cast(Callable[..., object] | None, options.get("loss_fn"))
         task = _Import(source, fake, loss_fn, find_containers(fake.module) if copies_blocks else {})
         graph = _import_with_free_batch(task) or _import_with_fixed_batch(task)
+        mixing, averages = loss_over_samples(task)
+        graph = replace(graph, mixes_samples=mixing, averages_samples=averages)
     size = options.get("micro_batch_size")
     if size is not None:
         graph = graph.with_micro_batch(cast(int, size))
@@ -112,7 +118,7 @@ class _Import:
     def graph(self, captured: Capture, batch_size: int) -> Graph:
         """The graph of a capture, with its backward."""
         graph = translate_capture(captured, self.fake.module, name=self.source.name, batch_size=batch_size)
-        return split_tied_gradients(graph.with_backward())
+        return split_tied_gradients(with_grouped_keys(graph).with_backward())
 
 
 def _import_with_free_batch(task: _Import) -> Graph | None:
@@ -135,6 +141,33 @@ def _import_with_free_batch(task: _Import) -> Graph | None:
         return mark_routed_experts(refined, task.fake.module).with_micro_batch(size)
     except (GraphError, ImportModelError, *_FORWARD_ERRORS):  # raised again, and explained, at the caller's own size
         return None
+
+
+def loss_over_samples(task: _Import) -> tuple[str, bool]:
+    """How the loss mixes samples, and whether all of them count alike.
+
+    It mixes them where it does so at two sizes of the batch: one may be another dimension's by chance. A model that
+    does not run at a prime is run at twice as many.
+    """
+    mixing, averages = "", False
+    for prime in _batch_primes(task.fake, task.source.examples) if task.source.examples.batch_size else ():
+        for size in (prime, 2 * prime):
+            with contextlib.suppress(PhazeError, *_FORWARD_ERRORS):
+                mixing, averages = _loss_at(task, size)
+                break
+        else:
+            return "", False
+        if not mixing:
+            return "", averages
+    return mixing, False
+
+
+def _loss_at(task: _Import, size: int) -> tuple[str, bool]:
+    loss_call = task.loss_call(task.source.examples.with_batch(size))
+    walk = SampleWalk(loss_call, size)
+    with loss_call.fake.mode, as_exported(), walk.watching():
+        loss = loss_call.objective(*loss_call.arguments)
+    return walk.problem_of(loss), walk.averages(loss)
 
 
 def _import_with_fixed_batch(task: _Import) -> Graph:

@@ -18,7 +18,7 @@ import torch
 from phaze.ir import Graph, Op, OpKind, Phase
 from phaze.ir.op import EXPERT_DIM
 
-__all__ = ["mark_routed_experts"]
+__all__ = ["holds_experts", "mark_routed_experts"]
 
 _MOST_STEPS_BACK = 6
 """How many functions of each element or views (a cast, a permutation) lie at most between rows and their product."""
@@ -26,7 +26,7 @@ _MOST_STEPS_BACK = 6
 
 def mark_routed_experts(graph: Graph, module: torch.nn.Module) -> Graph:
     """The graph with the ops marked that bring tokens to experts modules; itself where it has none."""
-    experts = {path: len(next(part.parameters())) for path, part in module.named_modules() if _holds_experts(part)}
+    experts = {path: len(next(part.parameters())) for path, part in module.named_modules() if holds_experts(part)}
     found = dict(_routes(graph, experts)) if experts else {}
     if not found:
         return graph
@@ -37,7 +37,8 @@ def mark_routed_experts(graph: Graph, module: torch.nn.Module) -> Graph:
     return replace(graph, ops=ops)
 
 
-def _holds_experts(module: torch.nn.Module) -> bool:
+def holds_experts(module: torch.nn.Module) -> bool:
+    """Whether a module's parameters all count experts first, and its forward takes tokens, choices and weights."""
     count, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
     if not isinstance(count, int) or not parameters or len(parameters) != len(list(module.parameters())):
         return False

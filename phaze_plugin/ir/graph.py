@@ -131,7 +131,10 @@ class Graph:
     `is_backward_derived` says that the backward ops were derived by rule; `why_backward_kept` why those of a capture
     were kept although that was tried. `runs_as` has the fields of the strategy that a captured program runs on several
     devices. `saved` has the tensors that the captured software keeps for backward, as far as that is known
-    (`with_saved_activations`). `notes` tell a reader how the graph was obtained; nothing reads them back.
+    (`with_saved_activations`). `mixes_samples` says how the loss mixes the samples of a batch, or numbers
+    them, so that losses of parts of a batch do not make up its own; empty where nothing shows that. `averages_samples`:
+    it is known that samples count alike in the loss, whatever is in them. `notes` tell a reader how the graph was
+    obtained; nothing reads them back.
     """
 
     name: str
@@ -144,6 +147,8 @@ class Graph:
     why_backward_kept: str = ""
     runs_as: Mapping[str, int] = field(default_factory=dict)
     saved: tuple[str, ...] = ()
+    mixes_samples: str = ""
+    averages_samples: bool = False
     notes: tuple[str, ...] = ()
     _producers: Mapping[str, Op] = field(init=False, repr=False, compare=False)
     _rescaled_from: Graph | None = field(init=False, default=None, repr=False, compare=False)

@@ -250,6 +250,8 @@ class GraphBuilder:
         self.why_backward_kept = ""
         self.runs_as: dict[str, int] = {}
         self.saved: tuple[str, ...] = ()
+        self.mixes_samples = ""
+        self.averages_samples = False
         self.notes: list[str] = []
         self._rules: dict[object, Rule] = {}
         self._op_ids: set[str] = set()
@@ -265,6 +267,7 @@ class GraphBuilder:
         builder.why_backward_kept = graph.why_backward_kept
         builder.runs_as = dict(graph.runs_as)
         builder.saved = graph.saved
+        builder.mixes_samples, builder.averages_samples = graph.mixes_samples, graph.averages_samples
         builder._op_ids.update(op.id for op in graph.ops)
         return builder
 
@@ -349,6 +352,8 @@ class GraphBuilder:
             why_backward_kept=self.why_backward_kept,
             runs_as=self.runs_as,
             saved=self.saved,
+            mixes_samples=self.mixes_samples,
+            averages_samples=self.averages_samples,
             notes=(*self.notes, *notes),
         )
 

@@ -37,7 +37,7 @@ VERSION = 1
 """The schema of the document; a graph of another version is refused. Optional fields do not change it."""
 
 _OPTIONAL = ("module", "gradient_of", "origin")
-_OPTIONAL_FACTS = ("is_backward_derived", "why_backward_kept", "runs_as", "saved")
+_OPTIONAL_FACTS = ("is_backward_derived", "why_backward_kept", "runs_as", "saved", "mixes_samples", "averages_samples")
 
 _TEXT: Mapping[str, object] = {"type": "string"}
 _TEXTS: Mapping[str, object] = {"type": "array", "items": _TEXT}
@@ -101,6 +101,8 @@ GRAPH_SCHEMA: Mapping[str, object] = {
             "why_backward_kept": _TEXT,
             "runs_as": {"type": "object", "additionalProperties": _WHOLE},
             "saved": _TEXTS,
+            "mixes_samples": _TEXT,
+            "averages_samples": {"type": "boolean"},
         },
     ),
 }
@@ -136,8 +138,9 @@ def graph_to_json(graph: Graph) -> str:
 
 
 def graph_content_json(graph: Graph) -> str:
-    """JSON of what a graph computes alone: without its notes and without how its backward was obtained."""
-    return graph_to_json(replace(graph, notes=(), is_backward_derived=False, why_backward_kept="", runs_as={}))
+    """JSON of what a graph computes alone: without its notes, how its backward was obtained, what its loss is like."""
+    plain = replace(graph, notes=(), is_backward_derived=False, why_backward_kept="", runs_as={})
+    return graph_to_json(replace(plain, mixes_samples="", averages_samples=False))
 
 
 def save_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
@@ -188,6 +191,8 @@ def _graph_from_document(document: Mapping[str, Any]) -> Graph:
         why_backward_kept=document.get("why_backward_kept", ""),
         runs_as=document.get("runs_as", {}),
         saved=tuple(document.get("saved", ())),
+        mixes_samples=document.get("mixes_samples", ""),
+        averages_samples=document.get("averages_samples", False),
         notes=tuple(document["notes"]),
     )
 

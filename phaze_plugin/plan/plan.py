@@ -181,13 +181,15 @@ class TimeSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The model that was planned. A model without a sequence has one token per sample."""
+    """The model that was planned, with one token per sample where it has no sequence; the last two as `Graph` says."""
 
     name: str
     parameter_count: int
     layers: int
     tokens_per_sample: int
     matmul_flops_per_sample: float
+    mixes_samples: str = ""
+    averages_samples: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

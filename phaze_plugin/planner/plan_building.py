@@ -183,6 +183,8 @@ def build_plan(question: Question, answer: Answer) -> Plan:
             layers=len(question.graph.layers),
             tokens_per_sample=tokens,
             matmul_flops_per_sample=step_flops(question) / question.global_batch_size,
+            mixes_samples=question.graph.mixes_samples,
+            averages_samples=question.graph.averages_samples,
         ),
         hardware=to_document(cluster_to_json(question.cluster)),
         question=facts,

@@ -4,7 +4,8 @@ How an attention exchanges its keys is chosen for each one of its own by what it
 links around it (`exchange_seconds`), before anything is scheduled: of W seconds of work, keys and values of K bytes,
 queries and results of Q bytes, on n devices
 
-    all_gather   W forward, W' backward; gathers of K in both, and a reduce-scatter of K backward
+    all_gather   W forward, W' backward; gathers of K in both (in forward alone where the target keeps gathered keys),
+                 and a reduce-scatter of K backward
     ring         max(W, W / n + R) with the n - 1 steps R of a ring of K, and the same backward with twice as many bytes
     all_to_all   the work on 1/n of the heads; all-to-alls of Q + K, twice
 
@@ -30,6 +31,10 @@ from phaze.shard.device_graph import device_graph
 from phaze.shard.mesh_axes import CONTEXT_AXIS, EXCHANGE
 
 __all__ = ["LocalGraphs", "exchange_counts", "exchange_seconds", "key_exchanges"]
+
+
+_WITHOUT_MASK = 3
+"""The operands of an attention that has none beside queries, keys and values."""
 
 
 class LocalGraphs:
@@ -62,6 +67,7 @@ class LocalGraphs:
                         exchanges=exchanges,
                         expert_imbalance=self.question.expert_imbalance,
                         keeps_dropped=self.question.capabilities.allows_dropped_positions,
+                        keeps_gathered=self.question.capabilities.keeps_gathered_keys,
                     )
                 sized = self._sliced[key].with_micro_batch(size)
             except GraphError as error:
@@ -84,7 +90,8 @@ class LocalGraphs:
             for op in key_attentions(whole):
                 key = (op.rule, op.attributes)
                 if key not in by_rule:
-                    seconds = exchange_seconds(whole, op, axis)
+                    keeps_gathered = self.question.capabilities.keeps_gathered_keys
+                    seconds = exchange_seconds(whole, op, axis, keeps_gathered=keeps_gathered)
                     runs = self.question.capabilities.key_exchanges
                     by_rule[key] = _cheapest({way: seconds[way] for way in seconds if way in runs})
                 chosen[op.id] = by_rule[key]
@@ -110,8 +117,11 @@ def _cheapest(seconds: Mapping[KeyExchange, float]) -> KeyExchange:
     )
 
 
-def exchange_seconds(graph: Graph, op: Op, axis: Axis) -> dict[KeyExchange, float]:
-    """What an attention of a whole graph takes forward and backward in each way that it can exchange its keys."""
+def exchange_seconds(graph: Graph, op: Op, axis: Axis, *, keeps_gathered: bool = False) -> dict[KeyExchange, float]:
+    """What an attention of a whole graph takes forward and backward in each way that it can exchange its keys.
+
+    An attention with a mask cannot take its keys block by block.
+    """
     passes = [op, *(other for other in graph.ops if other.gradient_of == op.id and other.kind is OpKind.ATTENTION)]
     keys = sum(graph.tensors[name].size_bytes for name in op.inputs[1:3]) / axis.tp
     queries = sum(graph.tensors[name].size_bytes for name in (op.inputs[0], op.outputs[0])) / axis.tp
@@ -123,10 +133,10 @@ def exchange_seconds(graph: Graph, op: Op, axis: Axis) -> dict[KeyExchange, floa
     # Backward, the gradients of keys and values go around as well. Each block is a kernel of its own.
     blocks_s = [work + (cp - 1) * axis.calibration.op_overhead_s for work in work_s]
     waits_s = [max(0.0, count * ring_s - (1 - 1 / cp) * work) for count, work in enumerate(blocks_s, start=1)]
-    seconds = {
-        KeyExchange.GATHER: sum(work_s) + gather_s + (gather_s + scatter_s if len(passes) > 1 else 0.0),
-        KeyExchange.RING: sum(blocks_s) + sum(waits_s),
-    }
+    backward_s = scatter_s if keeps_gathered else gather_s + scatter_s
+    seconds = {KeyExchange.GATHER: sum(work_s) + gather_s + (backward_s if len(passes) > 1 else 0.0)}
+    if len(op.inputs) == _WITHOUT_MASK:
+        seconds[KeyExchange.RING] = sum(blocks_s) + sum(waits_s)
     if can_exchange_heads(op, cp, axis.tp):
         there_and_back_s = axis.seconds(Collective.ALL_TO_ALL, queries + keys, CONTEXT_AXIS)
         seconds[KeyExchange.HEADS] = sum(work_s) + len(passes) * there_and_back_s

@@ -9,7 +9,8 @@ exchange something, on the mesh axis `context`:
   sums over positions            reduced on all devices (`_reduce`); scalars, such as losses, are left as they are
   few positions of many          gathered (`_gather`): the first token that a classifier reads
 
-Gathered keys are not kept: backward gathers them again (`gather_again`). Where attention is causal, every device has an
+Gathered keys are not kept: backward gathers them again (`gather_again`), where the software can; in a ring they always
+go around again. Where attention is causal, every device has an
 early and a late part of the sequence (of 2 cp parts device k has parts k and 2 cp - 1 - k), so that all do equal work:
 a sliced attention sees the same share of its keys as the whole one. Which positions they are changes no size.
 
@@ -30,7 +31,7 @@ from phaze.ir.factor_following import token_lengths
 from phaze.ir.graph_builder import elementwise_rule
 from phaze.ir.rule import factor_names, names_of
 from phaze.shard.layout import ROUTED
-from phaze.shard.mesh_axes import CONTEXT_AXIS, EXCHANGE, RING, collective_op, nearest_divisors, regrouped
+from phaze.shard.mesh_axes import CONTEXT_AXIS, EXCHANGE, RING, collective_op, is_ring, nearest_divisors, regrouped
 
 __all__ = ["KeyExchange", "can_exchange_heads", "gather_again", "key_attentions", "query_positions", "slice_context"]
 
@@ -431,15 +432,17 @@ class _ContextSlicer:
         return Rule((dims,), (dims,), tuple(op.rule.factor(name) for name in factor_names(dims)))
 
 
-def gather_again(graph: Graph) -> Graph:
+def gather_again(graph: Graph, *, keeps_gathered: bool = False) -> Graph:
     """The graph with a second all-gather in backward for each gathered tensor that backward ops read.
 
-    What is kept between forward and backward so stays a device's own part, and the second gather is paid.
+    What is kept between forward and backward so stays a device's own part, and the second gather is paid. With
+    `keeps_gathered` only what goes around in a ring does so again.
     """
     gathers = {
         op.outputs[0]: op
         for op in graph.ops_of(Phase.FORWARD)
         if op.kind is OpKind.COLLECTIVE and op.function == "all_gather" and op.attribute("axis") == CONTEXT_AXIS
+        if is_ring(op) or not keeps_gathered
     }
     builder = GraphBuilder.from_graph(graph)
     builder.ops.clear()

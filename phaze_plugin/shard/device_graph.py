@@ -99,12 +99,14 @@ def device_graph(
     exchanges: Mapping[str, KeyExchange] | None = None,
     expert_imbalance: float = 1.0,
     keeps_dropped: bool = False,
+    keeps_gathered: bool = False,
 ) -> Graph:
     """The graph of one device when sequences are split over cp and experts divided over ep devices.
 
     `exchanges` says how each fused attention gets its keys, by op, where that is not by an all-gather. With
     `keeps_dropped`, positions that a model drops at the end of a sequence are computed and left out, so that cp divides
-    what is left. A graph without anything to slice is given back as it is.
+    what is left. With `keeps_gathered`, gathered keys are kept for backward and not gathered again. A graph without
+    anything to slice is given back as it is.
 
     Raises:
         ShardError: cp or ep does not divide what it splits, there is nothing to split, an op cannot be sliced, or
@@ -125,4 +127,4 @@ def device_graph(
         forward = slice_context(forward, cp, exchanges)
     if ep > 1 or has_imbalance:
         forward = slice_experts(forward, ep, expert_imbalance)
-    return gather_again(forward.with_backward()) if has_backward else forward
+    return gather_again(forward.with_backward(), keeps_gathered=keeps_gathered) if has_backward else forward

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch_losses import APART, MIXING, Scored, scored_batch
 from torch_plans import imported, planned
 from torch_training import batch_of, build_model, second_of_output, word_loss
 
@@ -167,6 +168,54 @@ def test_means_with_weights_of_classes_and_losses_that_are_sums_equal_one_proces
         unsaid.backward(**unsaid.share(batch))
 
 
+def scored_plan(model: Scored, **strategy: object) -> phaze.Plan:
+    question = {"cluster": "cpu:1", "global_batch_size": 8, "precision": "fp32", "compares": False, "target": "torch"}
+    settled = {"dp": 1, "micro_batch_size": 2, "zero": 0, "recompute": "none", **strategy}
+    return phaze.evaluate(model, scored_batch(), strategy=settled, gap=0.9, **question).plan
+
+
+def test_a_loss_that_mixes_samples_is_refused_unless_the_batch_is_run_at_once_or_it_is_said_how_parts_count(
+    alone: None,
+) -> None:
+    plan = scored_plan(Scored(MIXING["contrastive"]))
+    with pytest.raises(PlanError, match=r"does not treat samples apart: `mm` compares samples .*strategy dp=1"):
+        plan.apply(Scored(MIXING["contrastive"]))
+    batch, model = scored_batch(), Scored(MIXING["contrastive"])
+    with torch.no_grad():
+        parts = [float(model(**{name: value[i : i + 2] for name, value in batch.items()})) for i in range(0, 8, 2)]
+        at_once = float(model(**batch))
+    run = plan.apply(Scored(MIXING["contrastive"]), loss_weight="samples")
+    assert float(run.backward(**batch)) == pytest.approx(sum(parts) / 4, rel=1e-5)
+    whole = scored_plan(Scored(MIXING["contrastive"]), micro_batch_size=8).apply(Scored(MIXING["contrastive"]))
+    assert float(whole.backward(**batch)) == pytest.approx(at_once, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["preferred_of_joined_pairs", "distilled", "z_loss", "last_token_of_each"])
+def test_losses_of_samples_by_themselves_equal_one_process_in_microbatches(alone: None, name: str) -> None:
+    model, batch = Scored(APART[name]), scored_batch()
+    expected = model(**batch)
+    expected.backward()
+    run = scored_plan(Scored(APART[name])).apply(Scored(APART[name]))
+    assert float(run.backward(**batch)) == pytest.approx(float(expected.detach()), rel=1e-6)
+    for parameter, alike in zip(run.module.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.to_local(), alike.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_packed_sequences_are_kept_apart_as_in_one_process_or_refused(alone: None) -> None:
+    model, batch = build_model("llama"), batch_of("llama")
+    batch["position_ids"] = torch.cat([torch.arange(10), torch.arange(6)]).expand(8, 16).contiguous()
+    with torch.no_grad():
+        expected = float(model(**batch).loss)
+        assert float(model(**batch, attention_mask=torch.ones(8, 16, dtype=torch.int64)).loss) != expected
+    plan = planned("llama", 1, {"dp": 1})
+    run = plan.apply(model)
+    assert float(run.backward(**batch)) == pytest.approx(expected, rel=1e-6)
+    cached = planned("llama", 1, {"dp": 1}).apply(build_model("llama-cached"))
+    with pytest.raises(PlanError, match=r"position_ids begin anew .* Set model.config.use_cache = False"):
+        cached.backward(**batch)
+    cached.backward(**{**batch, "position_ids": torch.arange(16).expand(8, 16)})
+
+
 def test_several_optimizers_step_together_and_keep_their_own_parameters(alone: None) -> None:
     plan, model = planned("uncut", 1, {"dp": 1}), build_model("uncut")
     inner, outer = model.early.qkv.weight, model.words.weight
@@ -177,6 +226,15 @@ def test_several_optimizers_step_together_and_keep_their_own_parameters(alone: N
     assert [group["params"] for group in run.optimizer.param_groups] == [[model.early.qkv.weight], [model.words.weight]]
     assert set(run.optimizer.state) == {model.early.qkv.weight}
     assert torch.equal(model.words.weight.full_tensor(), before)
+
+
+def test_a_function_that_makes_an_optimizer_finds_parameters_where_all_are_frozen(alone: None) -> None:
+    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([value for value in parameters if value.requires_grad], lr=0.1)
+
+    run = planned("uncut", 1, {"dp": 1}).apply(build_model("uncut").requires_grad_(False), optimizer=make)
+    assert [(group["params"], group["lr"]) for group in run.optimizer.param_groups] == [([], 0.1)]
+    run.optimizer.step()
 
 
 def test_optimizers_that_cannot_be_those_of_the_model_are_refused(alone: None) -> None:

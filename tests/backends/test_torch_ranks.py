@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from oracles.traffic_count import planned_exchanges, planned_traffic
-from torch_plans import imported, planned, unforced
+from oracles.traffic_count import planned_context_bytes, planned_exchanges, planned_traffic
+from torch_plans import described, imported, planned, unforced
 from torch_rank_cases import Answers, Cases, Strategy, check_equality, run_cases, strategy_cases
 from torch_training import build_model
 
@@ -29,7 +29,14 @@ DEFAULT: dict[int, dict[str, Strategy]] = {
         "llama pp2 bf16": {"pp": 2},
         "gpt2 tp2 bf16": {"tp": 2},
         "llama cp2": {"cp": 2, "recompute": "full"},
-        "three-headed cp2": {"cp": 2},
+        "three-headed cp2": {"cp": 2, "exchange": "ring"},
+        "grouped cp2": {"cp": 2},
+        "llama cp2 ring": {"cp": 2, "exchange": "ring"},
+        "llama cp2 heads": {"cp": 2, "exchange": "all_to_all"},
+        "gpt2-config cp2": {"cp": 2},
+        "llama-config cp2": {"cp": 2},
+        "llama-mqa cp2": {"cp": 2},
+        "llama-mqa-config cp2": {"cp": 2},
     },
     4: {
         "gpt2 dp2 tp2": {"dp": 2, "tp": 2, "zero": 3},
@@ -39,7 +46,9 @@ DEFAULT: dict[int, dict[str, Strategy]] = {
         "gpt2 dp2 pp2 interleaved zero2": {"dp": 2, "pp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "zero": 2},
         "llama dp4 hybrid zero3": {"dp": 4, "shard": 2, "zero": 3, "micro_batch_size": 1},
         "llama cp2 tp2": {"cp": 2, "tp": 2, "zero": 3, "sequence_parallel": True},
-        "gpt2 dp2 cp2 zero3": {"dp": 2, "cp": 2, "zero": 3},
+        "llama-config cp2 tp2": {"cp": 2, "tp": 2},
+        "llama-mqa cp2 tp2": {"cp": 2, "tp": 2},
+        "gpt2 dp2 cp2 zero3": {"dp": 2, "cp": 2, "zero": 3, "exchange": "all_to_all"},
         "odd tp4": {"tp": 4, "recompute": "full"},
     },
     8: {
@@ -48,6 +57,16 @@ DEFAULT: dict[int, dict[str, Strategy]] = {
 }
 BRIEF = (
     *("llama pp2 tp2", "llama dp2 pp2 zero1", "llama cp2 tp2", "gpt2 dp2 cp2 zero3", "odd tp4"),
+    *(
+        "grouped cp2",
+        "llama cp2 ring",
+        "llama cp2 heads",
+        "gpt2-config cp2",
+        "llama-config cp2",
+        "llama-mqa cp2",
+        "llama-mqa-config cp2",
+    ),
+    *("llama-config cp2 tp2", "llama-mqa cp2 tp2"),
     *("unforced gpt2", "unforced uncut"),
 )
 """Cases of the default run in which gradients are not added up and weights are not loaded, as they are in those of two
@@ -191,6 +210,33 @@ def test_contexts_exchange_the_planned_bytes(answers: dict[int, Answers], world:
     assert set(plan.layouts.key_exchanges.values()) == {way}
     for live in answers[world](name)["live"]:
         assert live["exchanged"] == pytest.approx(planned_exchanges(plan, imported(kind)), rel=0.05)
+
+
+GROUPED = [
+    *((2, name) for name in DEFAULT[2] if name in BRIEF and "cp2" in name),
+    *((4, name) for name in ("llama-config cp2 tp2", "llama-mqa cp2 tp2")),
+]
+
+
+@pytest.mark.parametrize(("world", "name"), GROUPED)
+def test_contexts_send_the_planned_bytes_whatever_heads_share_keys(
+    answers: dict[int, Answers], world: int, name: str
+) -> None:
+    kind = name.partition(" ")[0]
+    plan = planned(kind, world, DEFAULT[world][name])
+    graph = described(kind) if kind.endswith("-config") else imported(kind)
+    for live in answers[world](name)["live"]:
+        labels = 512 * 2  # what a shift of labels gathers for each of two microbatches
+        assert live["contexts"] == pytest.approx(planned_context_bytes(plan, graph), rel=0.05, abs=labels)
+
+
+@pytest.mark.parametrize("name", ["gpt2 tp2", "llama tp2", "t5 tp2", "bert tp2"])
+def test_tensor_parallel_devices_send_no_more_than_planned(answers: dict[int, Answers], name: str) -> None:
+    kind = name.partition(" ")[0]
+    (stage,) = planned_traffic(planned(kind, 2, DEFAULT[2][name]), imported(kind))
+    for live in answers[2](name)["live"]:
+        assert live["tensor"] <= 1.05 * stage.tp_bytes
+        assert live["tensor"] >= 0.6 * stage.tp_bytes  # plans of few words gather logits, which are never gathered
 
 
 def check_unforced(answers: Answers, cases: Cases, is_brief: bool = False) -> None:

@@ -150,7 +150,6 @@ SPLIT_RESULTS: dict[str, tuple[tuple[int, ...], Cut, Function]] = {
     "attention over split heads": (HEADS, Cut(1, 1), lambda x: F.scaled_dot_product_attention(x, x, x, MASK)),
     "a weight that is split by outputs": (MATRIX, Cut(0, 1), lambda x: F.linear(torch.ones(3, 4), x, torch.ones(6))),
     "rows times a whole weight": (ROWS, Cut(1, 1), lambda x: F.linear(x, torch.ones(3, 8))),
-    "a table that is split by columns": (MATRIX, Cut(1, 1), lambda x: F.embedding(torch.tensor([[0, 5]]), x)),
 }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phaze.cost import Collective
+from phaze.hardware.precision import cast_graph
 from phaze.hooks import PluginManager
 from phaze.ir import Graph, Op, OpKind, RecomputeMode, recomputed_ops
 from phaze.ir.layers import single_layer
@@ -21,11 +22,13 @@ from phaze.profile.local_graphs import LocalGraphs
 from phaze.profile.model_profiles import repeated_layers, slice_model
 from phaze.question import Question
 from phaze.shard import WHOLE, ShardedModel, slice_layer
+from phaze.shard.context_slicing import KeyExchange, key_attentions
+from phaze.shard.device_graph import device_graph
 from phaze.shard.expert_slicing import DIVIDED_OVER
 from phaze.shard.mesh_axes import EXPERT_AXIS, axis_of, is_ring
 from phaze.verify.saved_plan import question_for
 
-__all__ = ["StageTraffic", "planned_exchanges", "planned_traffic"]
+__all__ = ["StageTraffic", "planned_context_bytes", "planned_exchanges", "planned_traffic"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,7 @@ def planned_exchanges(plan: Plan, model: object, inputs: object = None) -> float
     Of an all-to-all it is what a device holds, and of a ring what it hands on.
     """
     question, chosen = question_for(plan, model, inputs, PluginManager.load()), plan.strategy
-    graph = LocalGraphs(question).at(chosen.micro_batch_size, tp=chosen.tp, cp=chosen.cp, ep=chosen.ep)
+    graph = _device_graph(plan, question)
     exchanges = [op for op in graph.ops if op.kind is OpKind.COLLECTIVE and op.function == "all_to_all"]
     batches = plan.question.global_batch_size // (chosen.dp * chosen.micro_batch_size)
     held = sum(graph.tensors[op.inputs[0]].size_bytes for op in exchanges)
@@ -56,6 +59,34 @@ def planned_exchanges(plan: Plan, model: object, inputs: object = None) -> float
         for op in filter(is_ring, graph.ops)
     )
     return batches * (held + (chosen.cp - 1) * sum(parts)) / chosen.tp
+
+
+def _device_graph(plan: Plan, question: Question) -> Graph:
+    """The graph of one device whose attentions get their keys as the plan says, by their modules."""
+    chosen, ways = plan.strategy, plan.layouts.key_exchanges
+    exchanges = {op.id: KeyExchange(ways.get(op.module, "all_gather")) for op in key_attentions(question.graph)}
+    local = device_graph(
+        question.graph,
+        cp=chosen.cp,
+        ep=chosen.ep,
+        exchanges=exchanges,
+        keeps_gathered=question.capabilities.keeps_gathered_keys,
+    )
+    return cast_graph(local.with_micro_batch(chosen.micro_batch_size), question.recipe)
+
+
+def planned_context_bytes(plan: Plan, model: object, inputs: object = None) -> float:
+    """Bytes of one step that a device of a single stage sends to others of its context, however keys are exchanged.
+
+    Gathers and scatters count their whole tensor; of others see `planned_exchanges`.
+    """
+    question, chosen = question_for(plan, model, inputs, PluginManager.load()), plan.strategy
+    graph = _device_graph(plan, question)
+    whole = ("all_gather", "reduce_scatter")
+    links = [op for op in graph.ops if op.kind is OpKind.COLLECTIVE and op.function in whole and not is_ring(op)]
+    sizes = (max(graph.tensors[name].size_bytes for name in (op.inputs[0], op.outputs[0])) for op in links)
+    batches = plan.question.global_batch_size // (chosen.dp * chosen.micro_batch_size)
+    return planned_exchanges(plan, model, inputs) + batches * sum(sizes) / chosen.tp
 
 
 def planned_traffic(

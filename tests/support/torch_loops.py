@@ -76,7 +76,7 @@ def train_applied(kind: str, plan: phaze.Plan) -> tuple[Any, list[float]]:
     """The run and all losses of a plan."""
     model, losses = build_model(kind), []
     optimizer, scheduler = grouped(model)
-    run = plan.apply(model, inputs=batch_of("llama"), optimizer=optimizer)
+    run = plan.apply(model, optimizer=optimizer)  # stages are cut with the inputs that the model describes
     assert run.optimizer is optimizer
     for batches in history():
         optimizer.zero_grad()

@@ -36,9 +36,15 @@ def planned(
 ) -> phaze.Plan:
     """The plan of a strategy; for ZeRO 1 and 2 in a precision with a master copy.
 
-    It is the only plan of what is given, whatever the gap: a wide one leaves layers on their first schedules.
+    It is the only plan of what is given, whatever the gap: a wide one leaves layers on their first schedules. An
+    `exchange` beside the strategy is how all attentions get their keys, whatever is fastest.
     """
-    return _planned(kind, world, tuple(completed(world, strategy).items()), target, precision)
+    asked = {name: value for name, value in strategy.items() if name != "exchange"}
+    plan = _planned(kind, world, tuple(completed(world, asked).items()), target, precision)
+    if "exchange" not in strategy:
+        return plan
+    exchanges = dict.fromkeys(plan.layouts.key_exchanges, str(strategy["exchange"]))
+    return replace(plan, layouts=replace(plan.layouts, key_exchanges=exchanges))
 
 
 def completed(world: int, strategy: Mapping[str, object]) -> dict[str, object]:
@@ -57,7 +63,7 @@ def completed(world: int, strategy: Mapping[str, object]) -> dict[str, object]:
 def _needs_config(kind: str, strategy: Mapping[str, object]) -> bool:
     """Whether a captured graph does not do: contexts cannot sort tokens; mixtures but Mixtral are slow to capture."""
     is_slow = kind.startswith(("qwen2-moe", "deepseek", "gpt-oss"))
-    return is_slow or (kind.startswith("mixtral") and strategy.get("cp", 1) != 1)
+    return is_slow or kind.endswith("-config") or (kind.startswith("mixtral") and strategy.get("cp", 1) != 1)
 
 
 @functools.cache

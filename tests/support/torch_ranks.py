@@ -156,6 +156,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     )
     live = live_bytes(run) | {"gathered": sum(gathered.values()), "copies": traffic.total_bytes}
     live["exchanged"] = traffic.exchanged_bytes
+    live["tensor"] = traffic.bytes_in(run.mesh["tp"].get_group()) + traffic.summed_bytes
+    live["contexts"] = traffic.bytes_in(run._contexts.group) if run._contexts is not None else 0
     if case["is_thorough"]:
         answer["again"] = second_backward(run, batch, gradients, largest)
     run.clip_grad_norm_(norm / 2)
@@ -295,16 +297,37 @@ class CopyTraffic(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.total_bytes = self.exchanged_bytes = 0
+        self.total_bytes = self.exchanged_bytes = self.summed_bytes = 0
+        self._beside_sums: dict[str, int] = {}
         self._times = {"_allgather_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 2}
+
+    def bytes_in(self, group: dist.ProcessGroup) -> int:
+        """What all collectives of a group but all-reduces send: of gathers and scatters the whole tensor."""
+        return self._beside_sums.get(str(group.group_name), 0)
+
+    def _note(self, name: str, args: Any) -> None:
+        leaves = tree_leaves(args)
+        boxed = [
+            leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
+        ]
+        group = str(dist.ProcessGroup.unbox(boxed[0]).group_name)
+        sizes = [
+            sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor))
+            for arg in args
+        ]
+        size = next(size for size in reversed(sizes) if size) if name.startswith(("alltoall", "send")) else max(sizes)
+        self._beside_sums[group] = self._beside_sums.get(group, 0) + size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, name = func.name().split("::")
+        if namespace == "c10d" and name.startswith(("allgather_", "_reduce_scatter", "alltoall_base_", "send")):
+            self._note(name, args)
         is_exchange = namespace == "c10d" and name.startswith(("alltoall_base_", "send"))
         times = 1 if is_exchange else self._times.get(name.partition(".")[0], 0) if namespace == "c10d" else 0
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)] if times else []
         size = max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
         counted = times * size if size >= 1024 else 0
+        self.summed_bytes += counted if name.startswith("allreduce_") else 0
         if is_exchange:  # of an output and an input, or of an input
             self.exchanged_bytes += tensors[-1].numel() * tensors[-1].element_size() if counted else 0
         else:

@@ -186,13 +186,34 @@ def _gpt2(use_cache: bool = False) -> torch.nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def _llama(use_cache: bool = False) -> torch.nn.Module:
+class Grouped(HandWritten):
+    """One whose keys serve two heads each, and are repeated for them before attention."""
+
+    class Block(HandWritten.Block):
+        def __init__(self) -> None:
+            super().__init__(32, 4)
+            self.qkv = torch.nn.Linear(32, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            batch, length, width = x.shape
+            parts = self.qkv(self.norm1(x)).view(batch, length, 8, 8).transpose(1, 2).split([4, 2, 2], dim=1)
+            query, key, value = parts[0], *(part.repeat_interleave(2, dim=1) for part in parts[1:])
+            result = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            x = x + self.out(result.transpose(1, 2).reshape(batch, length, width))
+            return x + self.down(torch.nn.functional.gelu(self.up(self.norm2(x))))
+
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+        self.blocks = torch.nn.ModuleList(Grouped.Block() for _ in range(2))
+
+
+def _llama(use_cache: bool = False, key_heads: int = 2) -> torch.nn.Module:
     config = transformers.LlamaConfig(
         num_hidden_layers=2,
         hidden_size=32,
         intermediate_size=64,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=key_heads,
         vocab_size=96,
         use_cache=use_cache,
         **_IDS,
@@ -346,6 +367,11 @@ _BUILDERS = {
     "gpt-oss": _gpt_oss,
     "gpt2": _gpt2,
     "llama": _llama,
+    "llama-config": _llama,
+    "llama-mqa": partial(_llama, key_heads=1),
+    "llama-mqa-config": partial(_llama, key_heads=1),
+    "gpt2-config": _gpt2,
+    "grouped": Grouped,
     "lora": _lora,
     "t5": _t5,
     "bert": _bert,
@@ -372,6 +398,7 @@ def batch_of(kind: str, seed: int = 1, size: int = BATCH) -> dict[str, torch.Ten
     is_written = kind in (
         "hand-written",
         "three-headed",
+        "grouped",
         "headless",
         "uncut",
         "odd",
