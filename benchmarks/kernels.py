@@ -23,9 +23,8 @@ import csv
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 from collectives import TABLE as COLLECTIVES_TABLE
@@ -76,7 +75,7 @@ class Chip:
     multiprocessors: int
     attention: float
     attention_source: str
-    relative_power: Mapping[str, float] = MappingProxyType({})
+    relative_power: Mapping[str, float] = field(default_factory=dict)
 
 
 _FLASH_2 = "FlashAttention-2 (arXiv:2307.08691): 50 to 73 % of the peak on A100"

@@ -214,6 +214,8 @@ def _notes(task: _Import, graph: Graph) -> Iterator[str]:
         share = frozen / sum(parameter.numel() for parameter in task.fake.module.parameters())
         yield f"{share:.1%} of the parameters are frozen: they have no gradients and no optimizer states"
     with_gradient = {parameter for parameter, _ in graph.gradients}
+    if graph.mixes_samples:
+        yield f"the loss does not treat samples apart ({graph.mixes_samples}): parts of a batch have other losses"
     without_gradient = [name for name in task.fake.trainable if name not in with_gradient]
     if without_gradient:
         read = {tensor_id for op in graph.ops for tensor_id in op.inputs}

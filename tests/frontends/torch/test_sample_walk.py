@@ -49,6 +49,7 @@ def test_padded_batches_and_the_last_token_of_each_sample_mix_nothing() -> None:
 def test_a_graph_keeps_how_its_loss_mixes_samples() -> None:
     graph = phaze.import_graph(Scored(MIXING["rolled"]), scored_batch())
     assert graph.mixes_samples == "`roll` runs along samples"
+    assert any(note.startswith("the loss does not treat samples apart") for note in graph.notes)
     assert graph.with_micro_batch(2).with_backward().mixes_samples == graph.mixes_samples
     question = {"cluster": "cpu:2", "global_batch_size": 8, "compares": False, "gap": 0.9}
     assert phaze.evaluate(graph, strategy={"dp": 2}, **question).plan.model.mixes_samples == graph.mixes_samples
