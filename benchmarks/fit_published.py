@@ -129,8 +129,10 @@ class Sample:
 
 
 def sample_of(rows: Sequence[Row], family: Family, scorer: Scorer) -> Sample:
-    """Every row on the family's chips that can be priced, but for parts that contradict themselves."""
-    usable = [row for row in distinct(rows) if row.chip in family.chips]
+    """Every row on the family's chips that can be priced and fitted to, but for parts that contradict themselves."""
+    usable = [row for row in distinct(rows) if row.chip in family.chips and row.not_fitted is None]
+    for reason, count in Counter(row.not_fitted for row in rows if row.not_fitted).items():
+        print(f"{count} rows are not fitted to: {reason}")
     unfit = contradicting_parts(usable) | small_parts(usable)
     usable = [row for row in usable if part_of(row) not in unfit]
     prepared = [(row, scorer.prepare(row, family.start.stack)) for row in usable]

@@ -51,7 +51,8 @@ class Row:
     its own. `stack` holds what is known to differ from the stack of the chip's calibration, `memory_stack` what is
     taken into account for memory alone. `attention` says how that ran. `split` names a part of a dataset that is
     scored apart, such as its precision. `memory_unknown` says what the table does not tell or the row kept elsewhere,
-    where what it held is not known and is not judged.
+    where what it held is not known and is not judged. `not_fitted` says why no calibration is fitted to a row that is
+    scored.
     """
 
     dataset: str
@@ -70,6 +71,7 @@ class Row:
     memory_bytes: float | None = None
     is_out_of_memory: bool = False
     memory_unknown: str | None = None
+    not_fitted: str | None = None
     group: tuple[Any, ...] | None = None
     reason: str | None = None
 
