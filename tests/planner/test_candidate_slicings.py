@@ -18,7 +18,7 @@ from phaze.installed import installed_plugins
 from phaze.ir import Graph
 from phaze.place import Bounded, find_placement
 from phaze.place.model.network_prices import Network
-from phaze.planner.candidate_slicings import CandidateSlicing, most_promising
+from phaze.planner.candidate_slicings import CandidateSlicing, has_fewer_sequences, most_promising
 from phaze.planner.strategy_search import graph_at, narrowed_problem
 from phaze.profile.layer_passes import ProfileOptions
 from phaze.profile.local_graphs import LocalGraphs
@@ -145,3 +145,25 @@ def test_profiles_kept_from_other_slicings_are_those_that_would_be_made_anew() -
             }
             layers += len(fresh.profiles)
     assert len(shared.profiles) < 0.8 * layers
+
+
+@pytest.mark.parametrize(
+    ("cp", "sizes", "left_out"),
+    [
+        ((1, 2), (1, 2), {(2, 2)}),
+        ((1, 2, 4), (1, 2, 4), {(2, 2), (2, 4), (4, 2), (4, 4)}),
+        ((2,), (1, 2), set()),
+        ((1, 2), (2,), set()),
+        ((1, 3), (1, 2), set()),
+        ((2, 6), (1, 3), {(6, 3)}),
+    ],
+)
+def test_split_sequences_come_several_in_a_microbatch_where_no_offer_stands_for_them(
+    cp: tuple[int, ...], sizes: tuple[int, ...], left_out: set[tuple[int, int]]
+) -> None:
+    question = small_question(small_graph(), small_cluster(devices=8), cp=cp)
+    question = replace(question, choices=replace(question.choices, micro_batch_size=sizes))
+    pairs = list(itertools.product(cp, sizes))
+    assert {pair for pair in pairs if has_fewer_sequences(question, pair[1], pair[0])} == left_out
+    of_two_copies = replace(question, choices=replace(question.choices, dp=(2,)))
+    assert not any(has_fewer_sequences(of_two_copies, size, degree) for degree, size in pairs)
