@@ -26,11 +26,11 @@ from phaze.explore.worker_tasks import (
     ScheduleTask,
     bound_step_time,
     evaluate_design,
-    schedule_options,
     schedule_pass_bounds,
 )
 from phaze.hardware import Accelerator
 from phaze.json_documents import from_document, to_document
+from phaze.profile.model_profiles import profile_options
 from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = ["BoxTasks"]
@@ -193,7 +193,7 @@ class BoxTasks:
             for swept, is_open in zip(self.state.slicings, self.open_slicings(box), strict=True):
                 if is_open:
                     slicing = swept.slicing
-                    options = schedule_options(self._question.questions[slicing.model])
+                    options = profile_options(self._question.questions[slicing.model])
                     tasks.append(ScheduleTask(slicing=slicing, accelerators=chips, options=options))
                     names.append(f"schedule/{box.name}/{slicing.name}")
                     scheduled_parts.append((box, swept))

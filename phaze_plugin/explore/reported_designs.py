@@ -20,13 +20,13 @@ from phaze.explore.best_first_search import BestFirstSearch
 from phaze.explore.design_bounds import Slicing
 from phaze.explore.search_result import Design, Explored, ModelRow, SensitivityRow
 from phaze.explore.search_state import DIRECTIONS, EvaluatedDesign, SearchState, axes, neighbour
-from phaze.explore.worker_tasks import Evaluation, on_accelerator, schedule_options
+from phaze.explore.worker_tasks import Evaluation, on_accelerator
 from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
 from phaze.ir import Graph, Op, OpKind, Phase, RecomputeMode
 from phaze.ir.layers import single_layer
 from phaze.planner.candidate_slicings import step_flops
-from phaze.profile.model_profiles import layer_variants, profile_model
+from phaze.profile.model_profiles import layer_variants, profile_model, profile_options
 from phaze.question import Question
 from phaze.shard import slice_layer
 from phaze.space import powers_w
@@ -64,7 +64,7 @@ def average_utilisation(question: Question, step_time_s: float) -> Utilisation:
 def peak_utilisation(question: Question, slicing: Slicing) -> Utilisation:
     """In the busiest passes of one device; the question's cluster is made of the chip."""
     sharded = on_accelerator(slicing.sharded, question.cluster.accelerator)
-    profiles = profile_model(sharded, replace(schedule_options(question), is_quick=True)).profiles
+    profiles = profile_model(sharded, replace(profile_options(question), is_quick=True)).profiles
     most = Utilisation(0.0, 0.0)
     for key, layer in layer_variants(sharded).items():
         local, profile = slice_layer(layer), profiles[key, slicing.tp, RecomputeMode.NONE]

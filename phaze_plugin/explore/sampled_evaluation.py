@@ -35,7 +35,6 @@ from phaze.explore.worker_tasks import (
     on_accelerator,
     one_device_delay_s,
     placement_degrees,
-    schedule_options,
 )
 from phaze.hardware import Accelerator
 from phaze.hardware.accelerator import area_mm2
@@ -43,7 +42,7 @@ from phaze.parallelism import Parallelism
 from phaze.place import PlacementProblem, PreparedProblem, is_beaten
 from phaze.place.search.stage_search import best_stages
 from phaze.profile.layer_passes import ProfileOptions
-from phaze.profile.model_profiles import profile_model
+from phaze.profile.model_profiles import profile_model, profile_options
 from phaze.question import Question
 
 __all__ = [
@@ -92,7 +91,7 @@ class PlanEstimator:
 
     def __init__(self, question: Question, slicings: Sequence[SweptSlicing], strategies: Sequence[Parallelism]) -> None:
         """`strategies` were the best on other designs; what they say of microbatches and recompute is left out."""
-        self._options = schedule_options(question)
+        self._options = profile_options(question)
         self._slicings = slicings
         by_tp: dict[int, dict[Parallelism, None]] = {}
         for strategy in strategies:
@@ -258,7 +257,7 @@ class DesignEvaluator:
         if swept.slicing.is_paper or math.isinf(time_s):
             return False
         model_question = self._question.questions[model]
-        problem = listed_problem(swept.slicing, chip, schedule_options(model_question))
+        problem = listed_problem(swept.slicing, chip, profile_options(model_question))
         return is_beaten(problem, time_s * (1 - model_question.gap / 2), swept.slicing.network)
 
     def _promising(self, model: int, point: int, likely: Parallelism | None) -> list[SweptSlicing]:
@@ -292,7 +291,7 @@ class DelayEvaluator:
         Layers are scheduled by lists; a size that is no quicker by the sweep's bounds is not scheduled.
         """
         question = self._question.questions[model]
-        options = replace(schedule_options(question), is_quick=question.gap > 0)
+        options = replace(profile_options(question), is_quick=question.gap > 0)
         per_sample_s = question.cluster.device_count / question.global_batch_size
         known = [swept for swept in self._slicings if swept.slicing.model == model]
         least_s = math.inf

@@ -47,12 +47,11 @@ __all__ = [
     "on_accelerator",
     "one_device_delay_s",
     "placement_degrees",
-    "schedule_options",
     "schedule_pass_bounds",
 ]
 
-_SCHEDULES_SHARE_OF_GAP = 0.5
-"""The part of the search's gap that schedules and placement may each leave unproven, so that both keep within it."""
+_PLACEMENT_SHARE_OF_GAP = 0.5
+"""The part of the search's gap that placement may leave unproven; the rest is left to schedules (`profile_options`)."""
 
 _PAPER_BACKWARD = "backward"
 """The name of the whole backward pass, which the paper's program does not cut in two."""
@@ -183,17 +182,12 @@ def _column_bound_s(profiles: Mapping[ProfileKey, LayerProfile], tp: int, column
     return float(passes.get(column.pass_name, profile.recompute_s).bound[0]) * (1 - PASS_BOUND_MARGIN)
 
 
-def schedule_options(model_question: Question) -> ProfileOptions:
-    """How layers are scheduled: to their share of the gap."""
-    return profile_options(replace(model_question, gap=model_question.gap * _SCHEDULES_SHARE_OF_GAP))
-
-
 def evaluate_design(task: EvaluateTask) -> Evaluation:
     """Schedule and place the slicings, the one with the lowest bound first."""
     best = Evaluation(time_s=None, bound_s=None)
     bound_s, cutoff_s, scheduled, placed = math.inf, task.cutoff_s, 0, 0
     for known_s, slicing in sorted(task.slicings, key=lambda pair: (pair[0], pair[1].name)):
-        if known_s >= cutoff_s * (1 - task.model_question.gap * _SCHEDULES_SHARE_OF_GAP):
+        if known_s >= cutoff_s * (1 - task.model_question.gap * _PLACEMENT_SHARE_OF_GAP):
             bound_s = min(bound_s, known_s)
             continue
         scheduled += 1
@@ -208,13 +202,13 @@ def evaluate_design(task: EvaluateTask) -> Evaluation:
 def _evaluate(task: EvaluateTask, slicing: Slicing, cutoff_s: float) -> Evaluation:
     cluster = replace(task.model_question.cluster, accelerator=task.accelerator)
     model_question = replace(task.model_question, cluster=cluster)
-    slices = profile_model(on_accelerator(slicing.sharded, task.accelerator), schedule_options(model_question))
+    slices = profile_model(on_accelerator(slicing.sharded, task.accelerator), profile_options(model_question))
     problem = replace(slicing.problem, profiles=slices.profiles, cluster=cluster)
     result = find_placement(
         problem,
         top=1,
         cutoff_s=cutoff_s,
-        gap=task.model_question.gap * _SCHEDULES_SHARE_OF_GAP,
+        gap=task.model_question.gap * _PLACEMENT_SHARE_OF_GAP,
         network=slicing.network,
         likely=_likely_here(task.likely, slicing),
     )
@@ -271,7 +265,7 @@ def on_accelerator(model: ShardedModel, accelerator: Accelerator) -> ShardedMode
 
 def _evaluate_as_paper(task: EvaluateTask, slicing: Slicing) -> Evaluation:
     """As the paper counts: its schedules and its placement; the bound is the placement of the schedules' bounds."""
-    exact, bounds = _paper_profiles(slicing, task.accelerator, schedule_options(task.model_question))
+    exact, bounds = _paper_profiles(slicing, task.accelerator, profile_options(task.model_question))
     cluster = replace(slicing.problem.cluster, accelerator=task.accelerator)
     problem = replace(slicing.problem, profiles=exact, cluster=cluster)
     placement = place_as_paper(problem)

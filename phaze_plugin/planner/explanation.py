@@ -18,17 +18,17 @@ from phaze.hardware import Cluster, parse_cluster
 from phaze.hardware.hardware_numbers import LARGEST_BYTES
 from phaze.ir import BUDGET_MODES, RecomputeMode
 from phaze.parallelism import ALL_DEVICES, HOST_WORDS, PIPELINE_SCHEDULES, Offload, Parallelism, PipelineSchedule
-from phaze.place import FoundPlan, Placement, PlacementProblem, PreparedProblem, RemedyKind, SearchEffort
+from phaze.place import FoundPlan, Placement, PlacementProblem, PreparedProblem, RemedyKind
 from phaze.place.memory.remedies import Remedy as PlacementRemedy
 from phaze.place.model.network_prices import Network
-from phaze.place.search.parallelism_search import search_parallelisms
+from phaze.place.search.short_search import short_search
 from phaze.place.simulation.placement import assemble
 from phaze.plan.plan import Change, Plan, Remedy, RunnerUp
 from phaze.plan.plan_integrity import MEMORY_ITEMS
 from phaze.planner.candidate_slicings import CandidateSlicing, most_promising
 from phaze.planner.plan_building import complete_strategy, strategy_of
 from phaze.planner.progress import Watch
-from phaze.planner.strategy_search import Answer, Candidate, placement_problem
+from phaze.planner.strategy_search import Answer, Candidate, narrowed_problem
 from phaze.profile.model_profiles import (
     ModelProfiles,
     profile_model,
@@ -40,12 +40,6 @@ from phaze.question import Question
 from phaze.targets import Capabilities
 
 __all__ = ["best_of", "binding", "changes", "remedies", "runners_up", "unrestricted_s"]
-
-_SHORT_EFFORT = SearchEffort(nodes=300, nodes_per_strategy=60, strategies=600)
-"""The effort of one short search: a few percent of a whole one, because ten of them make an explanation."""
-
-_SHORT_GAP = 0.01
-"""A short search ends at this gap: people compare kinds of plans by percents, not by less."""
 
 _MOST_SLICES = 2
 """How many of the slices that were placed a short search tries; more rarely change what it reports."""
@@ -308,7 +302,7 @@ class _Searchable:
             if kind.includes(slices) and (problem := kind.narrow(candidate.problem)):
                 yield candidate, problem
         pruned = {id(pruned.slicing): pruned for pruned in self.answer.pruned if kind.includes(pruned.slicing)}
-        waiting = [entry.slicing for entry in pruned.values() if kind.narrow(entry.slicing.problem)]
+        waiting = [entry.slicing for entry in pruned.values() if self._is_possible(kind, entry.slicing)]
         for slicing, is_ruled_out in most_promising(waiting, cutoff_s):
             if is_ruled_out:
                 continue
@@ -316,8 +310,13 @@ class _Searchable:
                 self._unpruned[id(slicing)] = pruned[id(slicing)].candidate(self.answer.question)
             candidate = self._unpruned[id(slicing)]
             problem = kind.narrow(candidate.problem)
-            assert problem is not None  # the slicing's own problem has plans of the kind
+            assert problem is not None  # a problem with the same choices has plans of the kind
             yield candidate, problem
+
+    def _is_possible(self, kind: _Kind, slicing: CandidateSlicing) -> bool:
+        """Whether the choices that a slicing leaves include plans of a kind; its profiles are not asked for."""
+        runs = self.answer.question.capabilities.at_degrees(tp=slicing.tp, cp=slicing.cp, ep=slicing.ep)
+        return kind.narrow(replace(self.answer.candidate.problem, capabilities=runs)) is not None
 
 
 def _runner_up(kind: _Kind, searchable: _Searchable) -> RunnerUp:
@@ -380,10 +379,8 @@ def _short_search(problem: PlacementProblem, cutoff_s: float, known: PreparedPro
     ``known`` has the tables of the same problem, maybe under other choices.
     """
     prepared = known.with_problem(problem)
-    answer = search_parallelisms(prepared, effort=_SHORT_EFFORT, cutoff_s=cutoff_s, gap=_SHORT_GAP)
-    if not answer.plans:
-        return None, answer.bound_s >= cutoff_s
-    return assemble(prepared, answer.plans[0].parallelism, answer.plans[0].stages), True
+    plan, is_searched = short_search(prepared, cutoff_s)
+    return None if plan is None else assemble(prepared, plan.parallelism, plan.stages), is_searched
 
 
 def changes(question: Question, answer: Answer, watch: Watch) -> tuple[Change, ...]:
@@ -427,7 +424,7 @@ def _faster_links(question: Question, answer: Answer) -> Change:
     axes = {"cp": slices.cp, "ep": slices.ep}
     model = slice_model(question, slices.graph, slices.tp, sequence_parallel=is_split, cluster=faster, **axes)
     profiles = replace(profile_model(model, profile_options(question, slices.modes)), offload=slices.offload)
-    problem = placement_problem(question, profiles, faster)
+    problem = replace(narrowed_problem(question, profiles), cluster=faster)
     step_time_s = best_of([problem], answer.placement.time_s)
     return Change(text="twice the bandwidth of all links", step_time_s=step_time_s)
 

@@ -3,8 +3,8 @@
 Every slicing of a microbatch size, tp, cp and ep is a placement problem of its own (`candidate_slicings.py`). All are
 sliced, and looked at in the order of an estimate (`StrategySearch.look_at`). The best step time so far is handed to the
 next one: where closed-form bounds prove that it is not beaten by more than the gap, the slicing is pruned and nothing
-of it is searched. Otherwise its layers are scheduled, and placement looks only for plans that are faster. Schedules are
-solved to the requested gap and placements to half of it; the gap that is reached in all is measured afterwards. At the
+of it is searched. Otherwise its layers are scheduled, and placement looks only for plans that are faster. Schedules and
+placements are each solved to half of the requested gap; the gap that is reached in all is measured afterwards. At the
 end `StrategySearch.polish` searches what was placed briefly for plans that are better by less than the gap, and
 `StrategySearch.settle` gives the best strategy the stages that it gets when it is evaluated alone.
 

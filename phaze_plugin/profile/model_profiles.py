@@ -120,9 +120,12 @@ class ModelProfiles:
 
 
 def profile_options(question: Question, modes: tuple[RecomputeMode, ...] = SEARCHED_MODES) -> ProfileOptions:
-    """How the passes of a question are scheduled: with little work, unless the optimum is asked for."""
+    """How the passes of a question are scheduled: with little work, unless the optimum is asked for.
+
+    Half of the gap is left to placement.
+    """
     return ProfileOptions(
-        gap=question.gap,
+        gap=question.gap / 2,
         work=None if question.gap == 0.0 else _WORK,
         prices=question.prices,
         gradient_bytes=question.recipe.gradient_bytes,

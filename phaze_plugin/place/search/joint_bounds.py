@@ -7,6 +7,7 @@ nowhere slower or larger than any of them: what `device_choice_bounds.py` proves
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -62,20 +63,25 @@ class LeastPrices:
         return self.collective(collective, members, 1, stages)
 
 
-def refute_together(prepared: PreparedProblem, strategies: ParallelismTable, index: IntArray, target_s: float) -> None:
+def refute_together(
+    prepared: PreparedProblem, strategies: ParallelismTable, index: IntArray, target_s: float, most: float = math.inf
+) -> None:
     """Give the target as bound to those of some interleaved strategies that provably do not beat it.
 
-    Strategies that differ in dp and ZeRO's groups alone are first refuted all together, then by halves.
+    Strategies that differ in dp and ZeRO's groups alone are first refuted all together, then by halves; ``most`` is
+    how many bounds are worth asking for.
     """
     index = index[strategies.chunks[index] > 1]
     key = np.stack([getattr(strategies, name)[index] for name in ALIKE])
     order = np.lexsort((strategies.shard[index], strategies.dp[index], *key))
     is_new = np.any(np.diff(key[:, order], axis=1) != 0, axis=0)
     groups = np.split(index[order], np.flatnonzero(is_new) + 1)
-    while groups:
+    asked = 0
+    while groups and asked < most:
         group = groups.pop()
         if len(group) < _LEAST_TOGETHER:
             continue
+        asked += 1
         if are_refuted(prepared, strategies.take(group), target_s):
             strategies.bound_s[group] = target_s
         else:

@@ -366,7 +366,7 @@ def _search_below(
     What is learnt raises the strategies' bounds: to infinity once their best stages are known, or once they are split.
     """
     _reopen_beyond_reach(strategies, target_s, progress)
-    strategies = _split_below(prepared, strategies, target_s)
+    strategies = _split_below(prepared, strategies, target_s, progress.effort.strategies)
     below = np.flatnonzero(strategies.bound_s < target_s)
     for index in below[np.argsort(strategies.bound_s[below], kind="stable")].tolist():
         known_s = float(strategies.bound_s[index])
@@ -392,10 +392,13 @@ def _search_below(
     return strategies
 
 
-def _split_below(prepared: PreparedProblem, strategies: ParallelismTable, target_s: float) -> ParallelismTable:
+def _split_below(
+    prepared: PreparedProblem, strategies: ParallelismTable, target_s: float, most_bounded: int
+) -> ParallelismTable:
     """Raise the bounds that are below the target, and split rows that stay below it until each is one strategy.
 
-    What is left below the target is then raised as far as stage filling goes.
+    What is left below the target is then raised as far as stage filling goes. At most so many bounds of interleaved
+    strategies are asked for together.
     """
     below = np.flatnonzero(strategies.bound_s < target_s)
     strategies.bound_s[below] = _raise_bounds(prepared, strategies.take(below), target_s)
@@ -408,7 +411,7 @@ def _split_below(prepared: PreparedProblem, strategies: ParallelismTable, target
     if target_s < math.inf:
         left = np.flatnonzero(strategies.bound_s < target_s)
         strategies.bound_s[left] = prepared.layer_table.tightened(strategies.take(left), target_s)
-        refute_together(prepared, strategies, left, target_s)
+        refute_together(prepared, strategies, left, target_s, most_bounded)
     return strategies
 
 

@@ -33,7 +33,7 @@ from phaze.place.search.stage_search import SingleDeviceStages, StageSearch
 from phaze.place.simulation.event_simulation import Program, StageTimes, compile_order, simulated_s
 from phaze.place.simulation.pass_orders import pipeline_order
 
-__all__ = ["PreparedProblem", "estimated_step_s"]
+__all__ = ["PreparedProblem", "estimated_step_s", "estimated_steps_s", "priced_steps_s"]
 
 _ESTIMATED_GROUPS = 3
 """An estimate simulates so many microbatches per stage of the pipeline: one group fills it, one shows its steady state,
@@ -265,25 +265,36 @@ which is not slowed down by its links is among them, in a millisecond."""
 
 def estimated_step_s(prepared: PreparedProblem, strategies: ParallelismTable) -> float:
     """A guess at the least step time of some strategies of a problem; infinite where none seems to fit."""
-    if not len(strategies):
+    step_s, again_s = estimated_steps_s(prepared, strategies)
+    if not np.isfinite(step_s).any():
         return math.inf
+    best = np.argsort(step_s, kind="stable")[:_PRICED_EXACTLY]
+    priced_s = priced_steps_s(prepared, strategies.take(best).narrowed()) + again_s[best]
+    return float(np.maximum(step_s[best], priced_s).min())
+
+
+def estimated_steps_s(prepared: PreparedProblem, strategies: ParallelismTable) -> tuple[FloatArray, FloatArray]:
+    """A guess at each step time, and at what of it is recomputed; both are infinite where nothing seems to fit."""
     layers, usable_bytes = prepared.layer_table, prepared.problem.usable_bytes
     tp_index = np.searchsorted(layers.tp_degrees, strategies.tp)
     again_s, stash_bytes = (table.sum(axis=2)[:, tp_index] for table in (layers.recompute_s, layers.stash_bytes))
     working_bytes = layers.peak_bytes.max(axis=2)[:, tp_index]
     held_bytes = layers.held_by_model_bytes(strategies)
-    rounds = (strategies.micro_batches + strategies.pp - 1) / strategies.pp
     fullest_bytes = (held_bytes + _in_flight(strategies) * stash_bytes) / strategies.pp + working_bytes
-    least_again_s = np.where(fullest_bytes <= usable_bytes, rounds * again_s, np.inf).min(axis=0)
-    step_s = strategies.bound_s + least_again_s
-    if not np.isfinite(step_s).any():
-        return math.inf
-    best = np.argsort(step_s, kind="stable")[:_PRICED_EXACTLY]
-    likely = strategies.take(best).narrowed()  # with the prices of their own links
-    terms = layers.terms(likely)
-    passes_s = rounds[best] * terms.over_model(terms.through_s + terms.weight_s)
-    priced_s = passes_s + terms.over_model(terms.finish_s) / likely.pp + least_again_s[best]
-    return float(np.maximum(step_s[best], priced_s).min())
+    least_again_s = np.where(fullest_bytes <= usable_bytes, _rounds(strategies) * again_s, np.inf).min(axis=0)
+    return strategies.bound_s + least_again_s, least_again_s
+
+
+def priced_steps_s(prepared: PreparedProblem, strategies: ParallelismTable) -> FloatArray:
+    """The step time of each strategy in equal stages that recompute nothing, with collectives on their own links."""
+    terms = prepared.layer_table.terms(strategies)
+    passes_s = _rounds(strategies) * terms.over_model(terms.through_s + terms.weight_s)
+    return np.asarray(passes_s + terms.over_model(terms.finish_s) / strategies.pp)
+
+
+def _rounds(strategies: ParallelismTable) -> FloatArray:
+    """How many microbatches of a stage a step takes as long as, where all stages are equal."""
+    return np.asarray((strategies.micro_batches + strategies.pp - 1) / strategies.pp)
 
 
 def _in_flight(strategies: ParallelismTable) -> FloatArray:
