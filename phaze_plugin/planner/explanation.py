@@ -21,6 +21,7 @@ from phaze.parallelism import ALL_DEVICES, HOST_WORDS, PIPELINE_SCHEDULES, Offlo
 from phaze.place import FoundPlan, Placement, PlacementProblem, PreparedProblem, RemedyKind
 from phaze.place.memory.remedies import Remedy as PlacementRemedy
 from phaze.place.model.network_prices import Network
+from phaze.place.search.parallelism_search import try_parallelism
 from phaze.place.search.short_search import short_search
 from phaze.place.simulation.placement import assemble
 from phaze.plan.plan import Change, Plan, Remedy, RunnerUp
@@ -359,16 +360,23 @@ def known_networks(answer: Answer) -> dict[Cluster, Network]:
 
 
 def best_of(
-    problems: Iterable[PlacementProblem], least_s: float = math.inf, known: dict[Cluster, Network] | None = None
+    problems: Iterable[PlacementProblem],
+    least_s: float = math.inf,
+    known: dict[Cluster, Network] | None = None,
+    likely: Parallelism | None = None,
 ) -> float | None:
     """The least time that a short search of several problems finds, or what is already known to be reached.
 
-    ``known`` are prices of links from before, of problems with the same calibration.
+    ``known`` are prices of links from before, of problems with the same calibration. ``likely`` is a strategy that is
+    tried first on each: what a change brings to a plan may be less than a short search looks for.
     """
     best_s, networks = least_s, dict(known or {})
     for problem in problems:
         network = networks.setdefault(problem.cluster, Network(problem.cluster, problem.calibration))
-        placement, _ = _short_search(problem, best_s, PreparedProblem.of(problem, network=network))
+        prepared = PreparedProblem.of(problem, network=network)
+        if likely is not None and (plan := try_parallelism(prepared, likely, cutoff_s=best_s)):
+            best_s = plan.time_s
+        placement, _ = _short_search(problem, best_s, prepared)
         best_s = best_s if placement is None else placement.time_s
     return best_s if best_s < math.inf else None
 
@@ -394,11 +402,13 @@ def changes(question: Question, answer: Answer, watch: Watch) -> tuple[Change, .
     ]
     watch.expect(3)
     outcomes = []
+    plan = answer.placement
     for text, changed in changed_clusters:
         watch.report(text)
-        least_s = answer.placement.time_s if changed.device_count == cluster.device_count else math.inf
+        least_s = plan.time_s if changed.device_count == cluster.device_count else math.inf
         problems = [replace(candidate.problem, cluster=changed) for candidate in _promising(answer)[:_MOST_SLICES]]
-        outcomes.append(Change(text=text, step_time_s=best_of(problems, least_s, known_networks(answer))))
+        best_s = best_of(problems, least_s, known_networks(answer), plan.parallelism)
+        outcomes.append(Change(text=text, step_time_s=best_s))
         watch.step()
     if cluster.levels:
         watch.report("twice the bandwidth of all links")
@@ -425,7 +435,7 @@ def _faster_links(question: Question, answer: Answer) -> Change:
     model = slice_model(question, slices.graph, slices.tp, sequence_parallel=is_split, cluster=faster, **axes)
     profiles = replace(profile_model(model, profile_options(question, slices.modes)), offload=slices.offload)
     problem = replace(narrowed_problem(question, profiles), cluster=faster)
-    step_time_s = best_of([problem], answer.placement.time_s)
+    step_time_s = best_of([problem], answer.placement.time_s, likely=answer.placement.parallelism)
     return Change(text="twice the bandwidth of all links", step_time_s=step_time_s)
 
 
