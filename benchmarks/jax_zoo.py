@@ -55,6 +55,8 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--alone", help="run this model in this process and print what it gave as JSON")
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.names if name not in MODELS]:
+        parser.error(f"unknown model {unknown[0]}; known are {', '.join(MODELS)}")
     strategies = arguments.strategy or list(STRATEGIES)
     if arguments.alone:
         print(json.dumps(answers_of(MODELS[arguments.alone](), strategies)))

@@ -53,6 +53,8 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.names if name not in MODELS]:
+        parser.error(f"unknown model {unknown[0]}; known are {', '.join(MODELS)}")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     equal = refused = wrong = 0
