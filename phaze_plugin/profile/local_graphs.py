@@ -60,7 +60,7 @@ class LocalGraphs:
         if (key, size) not in self._at_size:
             try:
                 if key not in self._sliced:
-                    self._sliced[key] = device_graph(
+                    sliced = device_graph(
                         self.graph,
                         cp=cp,
                         ep=ep,
@@ -69,6 +69,9 @@ class LocalGraphs:
                         keeps_dropped=self.question.capabilities.allows_dropped_positions,
                         keeps_gathered=self.question.capabilities.keeps_gathered_keys,
                     )
+                    # Slices that contradict each other may agree by chance at the size that was captured.
+                    sliced.with_micro_batch(1)
+                    self._sliced[key] = sliced
                 sized = self._sliced[key].with_micro_batch(size)
             except GraphError as error:
                 if cp == ep == 1:

@@ -21,11 +21,11 @@ from phaze.explore.worker_tasks import (
     ScheduleTask,
     bound_step_time,
     evaluate_design,
-    schedule_options,
     schedule_pass_bounds,
 )
 from phaze.hardware import AcceleratorArray
 from phaze.ir import Graph
+from phaze.profile.model_profiles import profile_options
 
 LIBRARY = Calibration(matrix=0.6, memory=0.8, link=0.7, overhead_s=2e-6, overlap=0.5, stack=LIBRARY_STACK)
 
@@ -93,7 +93,7 @@ def assert_bounds_hold(question: SearchQuestion, swept: SweptSlicing, draw: rand
         for chip in chips
     ]
     times = [math.inf if evaluation.time_s is None else evaluation.time_s for evaluation in evaluations]
-    options = schedule_options(model_question)
+    options = profile_options(model_question)
     scheduled = np.array(schedule_pass_bounds(ScheduleTask(slicing=slicing, accelerators=chips, options=options)))
     for point, (time_s, evaluation) in enumerate(zip(times, evaluations, strict=True)):
         assert bounds.step_s[point] <= time_s
