@@ -188,7 +188,8 @@ def megatron_lm(folder: Path, expected: dict[str, Any]) -> tuple[str, ...]:
         layout = config.pipeline_model_parallel_layout
         assert layout.virtual_pipeline_model_parallel_size in (None, expected["chunks"])
     DistributedDataParallelConfig(**{key: value for key, value in options.items() if key in sharding})
-    assert config.expert_model_parallel_size == expected["ep"]
+    over_experts = config.expert_model_parallel_size * config.expert_tensor_parallel_size
+    assert over_experts == expected["ep"] * expected["mesh"]["tp"]
     import_first("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.pipeline_parallel")
     in_processes(expected["devices"], 29612, _megatron_groups, options, expected["mesh"])
     shown = (
